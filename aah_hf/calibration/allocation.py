@@ -1,0 +1,154 @@
+"""Budgets, and the exact choice of one window per head, KV head or layer under a budget (method.md §8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..coverage import kept_keys, pairs
+from ..errors import CalibrationError
+from .knapsack import choose
+
+BUDGET_KINDS = ("causal", "acr", "kv")
+GRANULARITIES = ("head", "kv_head", "layer")
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Upper bound on one of the three coverages of method.md §2, at the calibration's sequence length.
+
+    Args:
+        kind: "causal" (query-key pairs that a kernel computes), "acr" (the paper's ratio) or "kv" (keys
+            that a cache keeps; needs granularity "kv_head" or "layer").
+        value: 0 < value <= 1.
+
+    Raises:
+        CalibrationError: unknown kind, or a value that is no number in that range.
+    """
+
+    kind: str
+    value: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in BUDGET_KINDS:
+            raise CalibrationError(f"budget kind is {self.kind!r}; choose one of {', '.join(BUDGET_KINDS)}.")
+        number = isinstance(self.value, (int, float)) and not isinstance(self.value, bool)
+        if not number or not 0 < self.value <= 1:  # NaN fails the comparison too
+            raise CalibrationError(
+                f"budget is {self.value!r}; expected a coverage with 0 < budget <= 1, where 1 is full attention."
+            )
+        object.__setattr__(self, "value", float(self.value))
+
+    @classmethod
+    def causal(cls, value: float) -> Budget:
+        """At most this share of the causal (query, key) pairs is computed."""
+        return cls("causal", value)
+
+    @classmethod
+    def acr(cls, value: float) -> Budget:
+        """At most this attention coverage ratio, the paper's routing diagnostic."""
+        return cls("acr", value)
+
+    @classmethod
+    def kv(cls, value: float) -> Budget:
+        """At most this share of the keys and values stays in the cache."""
+        return cls("kv", value)
+
+    @classmethod
+    def of(cls, value: Budget | float) -> Budget:
+        """A budget as it is; a plain number means causal coverage."""
+        return value if isinstance(value, Budget) else cls.causal(value)
+
+    def __str__(self) -> str:
+        return f"{self.kind} coverage {self.value:g}"
+
+
+def allocate(
+    errors: np.ndarray,
+    candidates: Sequence[int | None],
+    budget: Budget | float,
+    *,
+    seq_len: int,
+    sink_tokens: int,
+    kv_heads: int,
+    granularity: str = "kv_head",
+) -> tuple[tuple[int | None, ...], ...]:
+    """The windows of smallest summed error within the budget, exactly.
+
+    Args:
+        errors: [layers, query_heads, candidates], see `statistics.ErrorCurves`; finite.
+        candidates: windows in keys, ascending, None (full attention) last.
+        budget: a plain number means causal coverage.
+        seq_len: tokens, the length that the budget refers to.
+        sink_tokens: first tokens that stay visible under every window.
+        kv_heads: KV heads per layer.
+        granularity: what shares one window: "head", "kv_head" (all query heads of a KV head; default) or
+            "layer". The separate errors of heads that share a window are added.
+
+    Returns:
+        windows[layer][query_head]; None is full attention.
+
+    Raises:
+        CalibrationError: the budget is below what the smallest candidate reaches, a KV budget is given
+            for single heads, or the arguments do not fit each other.
+    """
+    budget, errors = Budget.of(budget), np.asarray(errors, dtype=np.float64)
+    _check(errors, candidates, budget, kv_heads, granularity)
+    layers, heads, _ = errors.shape
+    size = {"head": 1, "kv_head": heads // kv_heads, "layer": heads}[granularity]  # query heads that share a window
+    shared_kv = max(1, size * kv_heads // heads)
+
+    per_group = errors.reshape(layers * heads // size, size, -1).sum(axis=1)
+    if budget.kind == "causal":
+        cost = [size * pairs(seq_len, w, sink_tokens) for w in candidates]
+        full = size * pairs(seq_len, None)
+    elif budget.kind == "acr":
+        cost = [size * (seq_len if w is None else min(w, seq_len)) for w in candidates]
+        full = size * seq_len
+    else:
+        cost = [shared_kv * kept_keys(seq_len, w, sink_tokens) for w in candidates]
+        full = shared_kv * seq_len
+
+    total = full * len(per_group)
+    limit = int(budget.value * total) + 1
+    while limit / total > budget.value:  # the division that coverage.measure reports, so that it never exceeds
+        limit -= 1
+    costs = np.broadcast_to(np.array(cost, dtype=np.int64), per_group.shape)
+    choice = choose(per_group, costs, limit)
+    if choice is None:
+        shortest = candidates[int(np.argmin(cost))]
+        raise CalibrationError(
+            f"a budget of {budget} cannot be met: with the shortest candidate window "
+            f"({shortest or 'full attention'}) everywhere and {sink_tokens} sink tokens it is "
+            f"{min(cost) / full:.4f} at {seq_len} tokens. Raise the budget, or add shorter candidates."
+        )
+    picked = [candidates[index] for index in choice for _ in range(size)]
+    whole = [None if w is None or w >= seq_len else w for w in picked]
+    return tuple(tuple(whole[layer * heads : (layer + 1) * heads]) for layer in range(layers))
+
+
+def _check(
+    errors: np.ndarray, candidates: Sequence[int | None], budget: Budget, kv_heads: int, granularity: str
+) -> None:
+    if errors.ndim != 3 or errors.shape[2] != len(candidates) or not errors.size:
+        raise CalibrationError(
+            f"errors have shape {errors.shape}; expected [layers, query_heads, {len(candidates)} candidates]."
+        )
+    if not np.isfinite(errors).all():
+        raise CalibrationError("errors hold NaN or infinite values; the model's activations overflowed.")
+    if granularity not in GRANULARITIES:
+        raise CalibrationError(f"granularity is {granularity!r}; choose one of {', '.join(GRANULARITIES)}.")
+    if kv_heads < 1 or errors.shape[1] % kv_heads:
+        raise CalibrationError(f"{errors.shape[1]} query heads cannot share {kv_heads} KV heads evenly.")
+    check_granularity(budget, granularity)
+
+
+def check_granularity(budget: Budget, granularity: str) -> None:
+    """A cache keeps the largest window of a KV head's query heads, so single heads have no KV cost of their own."""
+    if budget.kind == "kv" and granularity == "head":
+        raise CalibrationError(
+            "a KV budget needs granularity 'kv_head' or 'layer': what the cache keeps is the largest window of "
+            "all query heads of a KV head. Use one of these, or budget causal coverage or ACR."
+        )

@@ -1,0 +1,114 @@
+"""calibrate(): text → token sequences → error curves → windows. The model is only looked at, never changed."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from ..coverage import measure
+from ..errors import CalibrationError
+from ..families import attention_modules
+from ..plan import AAHConfig, head_counts, text_config
+from .allocation import allocate
+from .config import CalibrationConfig
+from .statistics import Progress, output_error_curves
+from .text import CalibrationText, prepare
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def calibrate(
+    model: PreTrainedModel,
+    calib_data: Any,
+    *,
+    calibration: CalibrationConfig | None = None,
+    tokenizer: Any = None,
+    progress: Progress | None = None,
+) -> AAHConfig:
+    """Choose a window for every query head of `model`, from its own behaviour on `calib_data`.
+
+    The model is left exactly as it was: weights, mode, config, hooks and random generators.
+
+    Args:
+        model: a supported causal language model, patched or not (it is measured with full attention).
+        calib_data: a list of strings (with `tokenizer`), token-id tensors, dict batches, a DataLoader, a
+            datasets.Dataset, or the path of a .txt or .jsonl file.
+        calibration: default `CalibrationConfig()`.
+        tokenizer: for text, and for recall text beside token ids.
+        progress: called with (stage, done, total).
+
+    Raises:
+        CalibrationError: unusable data or settings, or a budget that cannot be met.
+        UnsupportedModelError: the model's family is not supported.
+    """
+    config = calibration or CalibrationConfig()
+    attention_modules(model)  # refuses what cannot be patched before any text is read
+    text = calibration_text(model, calib_data, config, tokenizer=tokenizer)
+    return plan_from_text(model, text, config, progress=progress)
+
+
+def calibration_text(
+    model: PreTrainedModel, calib_data: Any, config: CalibrationConfig, *, tokenizer: Any = None
+) -> CalibrationText:
+    """The sequences that `calibrate` measures, and the held-out ones that the patched model is checked with."""
+    longest = getattr(text_config(model), "max_position_embeddings", None)
+    if longest is not None and config.seq_len > longest:
+        raise CalibrationError(
+            f"seq_len is {config.seq_len} and the model was made for at most {longest} positions; lower seq_len."
+        )
+    # a DataLoader draws from torch's random generator even when it does not shuffle
+    with torch.random.fork_rng(devices=[]):
+        return prepare(calib_data, config, tokenizer=tokenizer, vocab_size=_vocab_size(model))
+
+
+def plan_from_text(
+    model: PreTrainedModel, text: CalibrationText, config: CalibrationConfig, *, progress: Progress | None = None
+) -> AAHConfig:
+    """Measure `text` and choose windows within the budget."""
+    start = time.perf_counter()
+    _, _, kv_heads = head_counts(model)
+    curves = output_error_curves(
+        model, text.measure, config.windows(), sink_tokens=config.sink_tokens, progress=progress
+    )
+    windows = allocate(
+        curves.errors,
+        curves.candidates,
+        config.budget,
+        seq_len=config.seq_len,
+        sink_tokens=config.sink_tokens,
+        kv_heads=kv_heads,
+        granularity=config.granularity,
+    )
+    reached = measure(windows, config.seq_len, kv_heads=kv_heads, sink_tokens=config.sink_tokens)
+    index = {w: i for i, w in enumerate(curves.candidates)}
+    error = sum(curves.errors[layer, head, index[w]] for layer, row in enumerate(windows) for head, w in enumerate(row))
+    provenance = {
+        **config.to_dict(),
+        "num_sequences": len(text.measure),
+        "recall_sequences": text.recall_count,
+        "tokens": text.tokens,
+        "data_sha256": text.sha256,
+        "coverage": {"acr": reached.acr, "causal": reached.causal, "kv": reached.kv},
+        "relative_error": float(error / curves.tokens),
+        "model_class": type(model).__name__,
+        "model_type": text_config(model).model_type,
+        "versions": {"aah_hf": _own_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "seconds": round(time.perf_counter() - start, 3),
+    }
+    return AAHConfig(windows=windows, sink_tokens=config.sink_tokens, provenance=provenance)
+
+
+def _vocab_size(model: PreTrainedModel) -> int | None:
+    embeddings = model.get_input_embeddings()
+    size = getattr(embeddings, "num_embeddings", None)
+    return size if isinstance(size, int) else getattr(text_config(model), "vocab_size", None)
+
+
+def _own_version() -> str:
+    from .. import __version__  # at call time: the package imports this module while it loads
+
+    return __version__

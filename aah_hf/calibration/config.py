@@ -1,0 +1,135 @@
+"""CalibrationConfig: everything that decides how a plan is made, as one immutable value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CalibrationError
+from .allocation import GRANULARITIES, Budget, check_granularity
+
+OBJECTIVES = ("output_error",)
+COARSE = (128, 256, 512, 1024)
+FINE = (32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792)
+CANDIDATE_NAMES = {"coarse": COARSE, "fine": FINE}
+
+MAX_SEQ_LEN = 2**20
+MAX_SEQUENCES = 4096
+MAX_SINK_TOKENS = 65536
+MAX_CANDIDATES = 64
+
+
+@dataclass(frozen=True)
+class CalibrationConfig:
+    """How windows are chosen.
+
+    Args:
+        budget: upper bound on a coverage at `seq_len`; a plain number means causal coverage. The default,
+            half of the KV cache, is a starting point that was measured on a 135M model.
+        candidates: windows to choose from: "coarse" (128 doubling), "fine" (14 steps from 32 to 1792), or
+            ascending integers. Both names go on by doubling where `seq_len` is longer; full attention is
+            always a candidate too, and candidates of at least `seq_len` mean just that.
+        granularity: what shares one window: "kv_head" (what lets a cache shrink), "head" or "layer".
+        objective: "output_error" of method.md §8.
+        seq_len: tokens of a calibration sequence (default 2048). Windows are chosen for this length.
+        num_sequences: sequences to measure, recall text included.
+        sink_tokens: first tokens that stay visible to every query (default 4).
+        recall_fraction: share of the sequences that are recall text (facts scattered through a haystack,
+            asked at its end; default 0.5). Needs a tokenizer; without one the data is used alone.
+        holdout_sequences: sequences of the data that are kept aside to check the patched model with, and as
+            many of recall text (default 1; 0 skips the check).
+        seed: of the recall text and of everything else that is drawn.
+
+    Raises:
+        CalibrationError: a setting is out of range or does not fit another, with the valid choices.
+    """
+
+    budget: Budget | float = field(default_factory=lambda: Budget.kv(0.5))
+    candidates: str | tuple[int, ...] = "fine"
+    granularity: str = "kv_head"
+    objective: str = "output_error"
+    seq_len: int = 2048
+    num_sequences: int = 8
+    sink_tokens: int = 4
+    recall_fraction: float = 0.5
+    holdout_sequences: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", Budget.of(self.budget))
+        _choice("granularity", self.granularity, GRANULARITIES)
+        _choice("objective", self.objective, OBJECTIVES)
+        check_granularity(self.budget, self.granularity)
+        _integer("seq_len", self.seq_len, 2, MAX_SEQ_LEN)
+        _integer("num_sequences", self.num_sequences, 1, MAX_SEQUENCES)
+        _integer("sink_tokens", self.sink_tokens, 0, MAX_SINK_TOKENS)
+        _integer("holdout_sequences", self.holdout_sequences, 0, MAX_SEQUENCES)
+        _integer("seed", self.seed, 0, 2**63 - 1)
+        number = isinstance(self.recall_fraction, (int, float)) and not isinstance(self.recall_fraction, bool)
+        if not number or not 0 <= self.recall_fraction <= 1:
+            raise CalibrationError(f"recall_fraction is {self.recall_fraction!r}; expected a share from 0 to 1.")
+        if isinstance(self.candidates, str):
+            _choice("candidates", self.candidates, tuple(CANDIDATE_NAMES))
+        else:
+            object.__setattr__(self, "candidates", _windows(self.candidates))
+        if len(self.windows()) == 1:
+            raise CalibrationError(
+                f"no candidate window is shorter than seq_len={self.seq_len} (candidates: {self.candidates!r}), so "
+                "there is nothing to choose. Pass shorter candidates, such as "
+                f"candidates=({max(1, self.seq_len // 4)}, {max(1, self.seq_len // 2)}), or a longer seq_len."
+            )
+
+    def windows(self) -> tuple[int | None, ...]:
+        """The candidates at `seq_len`: ascending integers below it, then None (full attention)."""
+        if isinstance(self.candidates, str):
+            steps = list(CANDIDATE_NAMES[self.candidates])
+            doubled = 2048
+            while doubled < self.seq_len:
+                steps.append(doubled)
+                doubled *= 2
+        else:
+            steps = list(self.candidates)
+        return (*(w for w in steps if w < self.seq_len), None)
+
+    def recall_sequences(self) -> int:
+        """How many of `num_sequences` are recall text."""
+        return int(self.num_sequences * self.recall_fraction + 0.5)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, for a plan's provenance."""
+        return {
+            "objective": self.objective,
+            "budget": {"kind": self.budget.kind, "value": self.budget.value},
+            "candidates": [w for w in self.windows() if w is not None],
+            "granularity": self.granularity,
+            "seq_len": self.seq_len,
+            "sink_tokens": self.sink_tokens,
+            "recall_fraction": float(self.recall_fraction),
+            "holdout_sequences": self.holdout_sequences,
+            "seed": self.seed,
+        }
+
+
+def _choice(name: str, value: Any, valid: Sequence[str]) -> None:
+    if value not in valid:
+        raise CalibrationError(f"{name} is {value!r}; choose one of {', '.join(valid)}.")
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise CalibrationError(f"{name} is {value!r}; expected an integer from {low} to {high}.")
+
+
+def _windows(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, Sequence) or not 1 <= len(value) <= MAX_CANDIDATES:
+        raise CalibrationError(
+            f"candidates is {value!r}; expected {', '.join(map(repr, CANDIDATE_NAMES))} or up to {MAX_CANDIDATES} "
+            "ascending windows."
+        )
+    steps = [w for w in value if w is not None]  # None, full attention, is a candidate in any case
+    for window in steps:
+        _integer("a candidate window", window, 1, MAX_SEQ_LEN)
+    if not steps or steps != sorted(set(steps)):
+        raise CalibrationError(f"candidates are {tuple(value)}; expected different windows in ascending order.")
+    return tuple(steps)

@@ -1,0 +1,75 @@
+"""Patched models as ordinary Hugging Face checkpoints.
+
+The plan is `config.aah`; `config.json` also says `"attn_implementation": "aah"`. Loading builds the
+family's own model, whose attention modules become AAHAttention before weights are read. The functions
+here are installed around transformers' own by hooks.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging
+
+from . import attention
+from .errors import PlanError
+from .families import attention_modules
+from .plan import CONFIG_KEY, AAHConfig, text_config
+
+logger = logging.get_logger(__name__)
+
+
+def adopt_model(model: PreTrainedModel, plan: AAHConfig) -> None:
+    """Check `plan` against `model`, then turn its attention modules into AAHAttention. All or nothing."""
+    modules = attention_modules(model)
+    plan.check_fits(model)
+    for layer, (_, module) in enumerate(modules):
+        attention.adopt(module, plan, layer)
+
+
+def config_to_dict(original: Any, self: PreTrainedConfig) -> dict[str, Any]:
+    """A config that carries a plan also writes which attention implementation it runs with."""
+    output = original(self)
+    if getattr(self, CONFIG_KEY, None) is not None and self._attn_implementation is not None:
+        output["attn_implementation"] = self._attn_implementation
+    return output
+
+
+def config_from_dict(original: Any, cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+    """Restore the implementation of a config that kept its plan and lost the key, and say so."""
+    requested = kwargs.get("attn_implementation") or config_dict.get("attn_implementation")
+    if config_dict.get(CONFIG_KEY) is not None and requested is None:
+        logger.warning(
+            f"This config holds a plan for per-head windows (`{CONFIG_KEY}`) but not the key `attn_implementation`; it "
+            "was probably re-saved without aah_hf. It is loaded with its windows; pass attn_implementation='sdpa' "
+            "for full attention."
+        )
+        config_dict = {**config_dict, "attn_implementation": CONFIG_KEY}
+    return original(cls, config_dict, **kwargs)
+
+
+def adopt_after_init(original: Any, self: PreTrainedModel) -> None:
+    """A model whose config asks for "aah" gets its windows as soon as its modules exist."""
+    original(self)
+    config = text_config(self)
+    if config._attn_implementation != CONFIG_KEY or self.config is not config:
+        return
+    data = getattr(config, CONFIG_KEY, None)
+    if data is None:
+        raise PlanError(
+            f"attn_implementation={CONFIG_KEY!r} was requested, but the config holds no plan. Load the model without "
+            "it and call `patch_model(model, calib_data)`."
+        )
+    adopt_model(self, AAHConfig.from_dict(data))
+
+
+def save_with_card(original: Any, self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """After an ordinary save, write the model card of a patched model (never over somebody's own README)."""
+    result = original(self, save_directory, *args, **kwargs)
+    is_main = args[0] if args else kwargs.get("is_main_process", True)
+    if is_main and text_config(self)._attn_implementation == CONFIG_KEY:
+        from .report.card import write_card
+
+        write_card(self, save_directory)
+    return result

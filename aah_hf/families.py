@@ -1,0 +1,113 @@
+"""Model families as data: one table row per family, and why others are refused.
+
+A family is supported when its attention module hands q, k and v (after norms, RoPE and the cache)
+to transformers' attention interface and adds nothing that per-head windows would have to know.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .errors import UnsupportedModelError
+from .plan import text_config
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Family:
+    """One supported model family.
+
+    Attributes:
+        model_type: `config.model_type` of the decoder.
+        module: transformers module that defines it, below `transformers.models`.
+        attention: name of its attention class.
+        residual_tap: submodule of a decoder layer whose *input* is the residual stream right after the
+            attention output was added (calibration measures errors relative to it).
+    """
+
+    model_type: str
+    module: str
+    attention: str
+    residual_tap: str = "post_attention_layernorm"
+
+    def attention_class(self) -> type[nn.Module]:
+        return getattr(importlib.import_module(f"transformers.models.{self.module}"), self.attention)
+
+
+FAMILIES: dict[str, Family] = {
+    row.model_type: row
+    for row in (
+        Family("llama", "llama.modeling_llama", "LlamaAttention"),
+        Family("mistral", "mistral.modeling_mistral", "MistralAttention"),
+        Family("mixtral", "mixtral.modeling_mixtral", "MixtralAttention"),
+        Family("qwen2", "qwen2.modeling_qwen2", "Qwen2Attention"),
+        Family("qwen2_moe", "qwen2_moe.modeling_qwen2_moe", "Qwen2MoeAttention"),
+        Family("qwen3", "qwen3.modeling_qwen3", "Qwen3Attention"),
+        Family("qwen3_moe", "qwen3_moe.modeling_qwen3_moe", "Qwen3MoeAttention"),
+        Family("smollm3", "smollm3.modeling_smollm3", "SmolLM3Attention"),
+        Family("granite", "granite.modeling_granite", "GraniteAttention"),
+    )
+}
+
+_NORMALISED = "it normalises the attention output before the residual add, which calibration does not know yet"
+_LATENT = "its attention compresses keys and values (MLA) and has no plain KV heads"
+REFUSED: dict[str, str] = {
+    "gemma2": "its attention softcaps the scores and normalises the attention output; planned with the native operator",
+    "gemma3": _NORMALISED,
+    "gemma3_text": _NORMALISED,
+    "gpt_oss": "its attention has learned sink logits; planned with the native operator",
+    "olmo2": _NORMALISED,
+    "olmo3": _NORMALISED,
+    "glm4": _NORMALISED,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "llama4_text": "its layers use chunked attention",
+    "gpt2": "it has absolute positions and a fused q/k/v projection; only RoPE decoders are supported",
+}
+
+
+def family_of(model_or_config) -> Family:
+    """The table row of a model.
+
+    Raises:
+        UnsupportedModelError: the family is not in the table; the message says why, where known.
+    """
+    model_type = getattr(text_config(model_or_config), "model_type", None)
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    reason = REFUSED.get(model_type, "it has not been checked")
+    raise UnsupportedModelError(
+        f"model family {model_type!r} is not supported: {reason}. Supported: {', '.join(sorted(FAMILIES))}."
+    )
+
+
+def attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """(name, module) of the attention module of every layer, in layer order.
+
+    Raises:
+        UnsupportedModelError: the family is unsupported, or the model holds other attention modules than
+            the family's own (custom code), or not exactly one per layer.
+    """
+    family = family_of(model)
+    base = family.attention_class()
+    found = {module.layer_idx: (name, module) for name, module in model.named_modules() if isinstance(module, base)}
+    layers = int(text_config(model).num_hidden_layers)
+    if sorted(found) != list(range(layers)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {family.attention} modules for layers {sorted(found)} and its config says "
+            f"{layers} layers: the model was modified or uses custom code."
+        )
+    return [found[index] for index in range(layers)]
+
+
+def decoder_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The decoder layer around each attention module, in layer order."""
+    modules = dict(model.named_modules())
+    for name, _ in attention_modules(model):
+        yield modules[name.rpartition(".")[0]]

@@ -1,0 +1,127 @@
+"""`windowed_attention`: the public operator. Validates, then hands over to a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import OperatorError
+from . import eager
+from .sequences import Sequences
+
+
+def windowed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    windows: Sequence[int | None] | Tensor,
+    sink_tokens: int = 0,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    q_start: int | Tensor | None = None,
+    kv_start: int = 0,
+    sequences: Sequences | None = None,
+    limit: int | None = None,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Causal attention in which every query head has a window of its own (paper §3, method.md §1).
+
+    The query at position i of head h sees the keys `i - windows[h] + 1 … i` and the first
+    `sink_tokens` tokens of its sequence. Differentiable once in q, k, v and `sink_logits`.
+
+    Args:
+        q: [batch, query_heads, q_len, head_dim].
+        k, v: [batch, kv_heads, kv_len, head_dim]; query_heads is a multiple of kv_heads (GQA).
+        windows: one window per query head, >= 1 keys including the query's own; None is full attention.
+        sink_tokens: first real tokens of each sequence that stay visible. Default 0, as in the paper.
+        scale: factor on the scores, default `head_dim ** -0.5`.
+        softcap: cap the scores to `softcap * tanh(score / softcap)`.
+        sink_logits: [query_heads], a learned logit per head that takes probability and has no value.
+        q_start: position of the first query. Default: the queries are the last `q_len` positions. A tensor
+            is read on the device only (static caches under torch.compile), which costs reading all keys.
+        kv_start: position of the first key, for caches that have dropped earlier ones.
+        sequences: padding and packing, see `Sequences`; its length counts from position 0 to the last key.
+        limit: the model's own sliding window; hides sink tokens too.
+        mask: [batch or 1, query_heads or 1, q_len, >= kv_len], bool (True is seen) or added to the scores, on
+            top of all other rules. Not differentiable.
+        dropout: probability of dropping an attention weight.
+
+    Returns:
+        [batch, query_heads, q_len, head_dim]; zero rows where a query sees nothing.
+
+    Raises:
+        OperatorError: shapes, dtypes or values do not fit together.
+    """
+    windows = _check(q, k, v, windows, sink_tokens, sink_logits, mask, dropout, limit)
+    total = kv_start + k.shape[2]
+    if q_start is None:
+        q_start = total - q.shape[2]
+    if isinstance(q_start, Tensor) and not torch.compiler.is_compiling():
+        q_start = int(q_start)
+    if isinstance(q_start, int):
+        end = q_start + q.shape[2]
+        if q_start < kv_start or end > total:
+            raise OperatorError(
+                f"queries at positions {q_start} … {end - 1} need keys up to their own position, and the keys given "
+                f"are {kv_start} … {total - 1}."
+            )
+        k, v = k[:, :, : end - kv_start], v[:, :, : end - kv_start]  # a static cache hands over its whole buffer
+        total = end
+    if sequences is not None and (sequences.valid.shape[0] != q.shape[0] or sequences.valid.shape[1] < total):
+        raise OperatorError(
+            f"sequences cover [batch, length] = {tuple(sequences.valid.shape)}; expected [{q.shape[0]}, >= {total}]."
+        )
+    return eager.forward(
+        q,
+        k,
+        v,
+        [total if w is None else min(w, total) for w in windows],
+        eager.Options(sink_tokens, scale, softcap, dropout, limit),
+        sink_logits=sink_logits,
+        q_start=q_start,
+        kv_start=kv_start,
+        sequences=sequences,
+        mask=mask,
+    )
+
+
+def _check(q, k, v, windows, sink_tokens, sink_logits, mask, dropout, limit) -> list[int | None]:
+    if q.dim() != 4 or k.dim() != 4 or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise OperatorError(
+            "q must be [batch, query_heads, q_len, head_dim] and k, v [batch, kv_heads, kv_len, head_dim]; got "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}."
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
+        raise OperatorError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}.")
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise OperatorError(f"{heads} query heads cannot share {kv_heads} KV heads evenly.")
+    result = windows.tolist() if isinstance(windows, Tensor) else list(windows)
+    if len(result) != heads:
+        raise OperatorError(f"{len(result)} windows were given for {heads} query heads; give one per head.")
+    for head, window in enumerate(result):
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+            raise OperatorError(f"windows[{head}] is {window!r}; expected an integer >= 1, or None for full attention.")
+    if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
+        raise OperatorError(f"sink_tokens is {sink_tokens!r}; expected an integer >= 0.")
+    if limit is not None and limit < 1:
+        raise OperatorError(f"limit is {limit!r}; expected a window >= 1, or None.")
+    if not 0.0 <= dropout < 1.0:
+        raise OperatorError(f"dropout is {dropout!r}; expected 0 <= dropout < 1.")
+    if sink_logits is not None and tuple(sink_logits.shape) != (heads,):
+        raise OperatorError(f"sink_logits has shape {tuple(sink_logits.shape)}; expected ({heads},).")
+    if mask is not None:
+        fits = mask.dim() == 4 and mask.shape[0] in (1, q.shape[0]) and mask.shape[1] in (1, heads)
+        if not fits or mask.shape[2] != q.shape[2] or mask.shape[3] < k.shape[2]:
+            raise OperatorError(
+                f"mask has shape {tuple(mask.shape)}; expected [{q.shape[0]} or 1, {heads} or 1, {q.shape[2]}, "
+                f">= {k.shape[2]}]."
+            )
+        if mask.requires_grad:
+            raise OperatorError("mask requires a gradient, which windowed attention does not compute; detach it.")
+    return result

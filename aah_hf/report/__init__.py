@@ -1,0 +1,1 @@
+"""What people look at: the model card and pictures of the windows."""

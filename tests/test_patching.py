@@ -1,0 +1,270 @@
+"""Patching a model of every family: same keys, same object, windows in force, and everything reversible."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from conftest import HEADS, LAYERS, mixed_plan, random_ids, tiny_model
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import aah_hf
+from aah_hf import AAHAttention, AAHConfig, AAHError, PlanError, UnsupportedModelError, patch_model, unpatch_model
+from aah_hf.ops import reference
+from aah_hf.plan import native_windows
+
+
+def logits(model, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, **kwargs).logits
+
+
+def dense_logits(model, plan, ids):
+    """The same windows through transformers' own eager-style masks: one 4D mask per head and layer."""
+    windows = iter(zip(plan.windows, native_windows(model)))
+
+    def attention(module, query, key, value, mask, scaling=None, **kwargs):
+        layer, limit = next(windows)
+        full = [w if w is not None else key.shape[2] for w in layer]
+        out, _ = reference.attention(query, key, value, full, plan.sink_tokens, scale=scaling, limit=limit)
+        return out.to(query.dtype).transpose(1, 2), None
+
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("test_dense", attention)
+    model = copy.deepcopy(model)
+    model.set_attn_implementation("test_dense")
+    return logits(model, ids, use_cache=False)
+
+
+def test_patched_logits_equal_the_reference_and_unpatching_restores_every_bit(family_model):
+    model, ids = family_model, random_ids(2, 40)
+    before, keys, classes = logits(model, ids), list(model.state_dict()), [type(m) for m in model.modules()]
+    plan = mixed_plan()
+    want = dense_logits(model, plan, ids)
+
+    assert patch_model(model, config=plan) is model
+    assert list(model.state_dict()) == keys
+    assert sum(isinstance(m, AAHAttention) for m in model.modules()) == LAYERS
+    got = logits(model, ids)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(got, before, atol=1e-4)
+
+    assert unpatch_model(model) is model
+    assert torch.equal(logits(model, ids), before)
+    assert [type(m) for m in model.modules()] == classes
+    assert not hasattr(model.config, "aah") and "attn_implementation" not in model.config.to_dict()
+
+
+def test_windows_that_cover_the_sequence_equal_the_base_model_bit_for_bit(family_model):
+    ids = random_ids(2, 40)
+    padding = torch.ones_like(ids)
+    padding[0, :7] = 0
+    before = logits(family_model, ids), logits(family_model, ids, attention_mask=padding)
+    for window in (None, 40, 38):  # 38 keys and 2 sink tokens hide nothing
+        patch_model(family_model, config=AAHConfig.uniform(family_model, window, sink_tokens=2))
+        assert torch.equal(logits(family_model, ids), before[0])
+        assert torch.equal(logits(family_model, ids, attention_mask=padding), before[1])
+
+
+def test_left_and_right_padding_equal_each_row_alone(family_model):
+    patch_model(family_model, config=mixed_plan())
+    ids = random_ids(2, 40)
+    for real in (slice(11, 40), slice(0, 29)):
+        mask = torch.zeros_like(ids)
+        mask[0, real], mask[1] = 1, 1
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        both = logits(family_model, ids, attention_mask=mask, position_ids=positions)
+        torch.testing.assert_close(both[:1, real], logits(family_model, ids[:1, real]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(both[1:], logits(family_model, ids[1:]), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_documents_equal_each_alone(family_model, use_cache):
+    """Also with a cache, where stock SDPA lets documents see each other."""
+    patch_model(family_model, config=mixed_plan())
+    ids = random_ids(1, 40)
+    positions = torch.cat([torch.arange(17), torch.arange(23)])[None]
+    packed = logits(family_model, ids, position_ids=positions, use_cache=use_cache)
+    torch.testing.assert_close(packed[:, :17], logits(family_model, ids[:, :17]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed[:, 17:], logits(family_model, ids[:, 17:]), rtol=1e-5, atol=1e-5)
+
+
+def test_packing_by_cumulative_lengths(llama):
+    patch_model(llama, config=mixed_plan())
+    ids = random_ids(1, 40)
+    positions = torch.cat([torch.arange(17), torch.arange(23)])[None]
+    cu = torch.tensor([0, 17, 40], dtype=torch.int32)
+    by_length = logits(llama, ids, position_ids=positions, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    assert torch.equal(by_length, logits(llama, ids, position_ids=positions))
+
+
+def test_packed_full_windows_do_not_leak_through_the_stock_kernel(llama):
+    patch_model(llama, config=AAHConfig.uniform(llama, None))
+    ids = random_ids(1, 40)
+    positions = torch.cat([torch.arange(17), torch.arange(23)])[None]
+    packed = logits(llama, ids, position_ids=positions, use_cache=True)
+    torch.testing.assert_close(packed[:, 17:], logits(llama, ids[:, 17:]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_users_4d_mask_is_anded(llama):
+    patch_model(llama, config=mixed_plan())
+    ids = random_ids(1, 24)
+    causal = torch.ones(24, 24, dtype=torch.bool).tril()[None, None]
+    torch.testing.assert_close(logits(llama, ids, attention_mask=causal), logits(llama, ids), rtol=1e-5, atol=1e-5)
+    blocked = causal.clone()
+    blocked[..., 12:, :12] = False
+    second = logits(llama, ids, attention_mask=blocked, position_ids=torch.arange(24)[None])[:, 12:]
+    additive = torch.zeros(1, 1, 24, 24).masked_fill(~blocked, torch.finfo(torch.float32).min)
+    torch.testing.assert_close(
+        logits(llama, ids, attention_mask=additive, position_ids=torch.arange(24)[None])[:, 12:], second
+    )
+    assert not torch.allclose(second, logits(llama, ids)[:, 12:], atol=1e-4)
+
+
+def test_training_gives_the_references_gradients(llama):
+    ids, plan = random_ids(2, 40), mixed_plan()
+    patch_model(llama, config=plan)
+    llama.train()
+
+    def gradients():
+        llama.zero_grad()
+        llama(ids, labels=ids).loss.backward()
+        return [p.grad.clone() for p in llama.parameters()]
+
+    plain = gradients()
+    llama.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    llama.enable_input_require_grads()
+    for got, want in zip(gradients(), plain):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+    # a step along the gradient lowers the loss by about its square
+    llama.gradient_checkpointing_disable()
+    square = sum(float(g.square().sum()) for g in plain)
+    loss = float(llama(ids, labels=ids).loss)
+    with torch.no_grad():
+        for p, g in zip(llama.parameters(), plain):
+            p -= 1e-3 * g
+    assert loss - float(llama(ids, labels=ids).loss) == pytest.approx(1e-3 * square, rel=0.05)
+
+
+def test_autocast_runs_in_half_precision(llama):
+    patch_model(llama, config=mixed_plan())
+    ids = random_ids(1, 40)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        half = logits(llama, ids)
+    torch.testing.assert_close(half.float(), logits(llama, ids), rtol=0.1, atol=0.02)
+
+
+def test_copies_and_pickles_keep_their_windows(family_model):
+    patch_model(family_model, config=mixed_plan())
+    ids = random_ids(1, 40)
+    want = logits(family_model, ids)
+    for twin in (copy.deepcopy(family_model), pickle.loads(pickle.dumps(family_model))):
+        assert torch.equal(logits(twin, ids), want)
+        assert all(type(a) is type(b) for a, b in zip(twin.modules(), family_model.modules()))
+
+
+def test_patching_twice_replaces_the_plan(llama):
+    ids = random_ids(1, 40)
+    before = logits(llama, ids)
+    patch_model(llama, config=mixed_plan(0))
+    patch_model(llama, config=mixed_plan(1))
+    got = logits(llama, ids)
+    assert AAHConfig.from_model(llama) == mixed_plan(1)
+    fresh = patch_model(tiny_model(), config=mixed_plan(1))
+    assert torch.equal(got, logits(fresh, ids))
+    assert torch.equal(logits(unpatch_model(llama), ids), before)
+
+
+def test_switching_the_implementation_off_and_on(llama):
+    ids = random_ids(1, 40)
+    before = logits(llama, ids)
+    patch_model(llama, config=mixed_plan())
+    patched = logits(llama, ids)
+    llama.set_attn_implementation("sdpa")
+    assert torch.equal(logits(llama, ids), before)
+    llama.set_attn_implementation("aah")
+    assert torch.equal(logits(llama, ids), patched)
+
+
+def test_the_previous_implementation_comes_back():
+    model = tiny_model(attn_implementation="eager")
+    patch_model(model, config=mixed_plan())
+    unpatch_model(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_repr_shows_the_windows(llama):
+    patch_model(llama, config=AAHConfig(((4, 4, None, 8),) * LAYERS, 2))
+    text = repr(llama.model.layers[0].self_attn)
+    assert text.startswith("AAHLlamaAttention(") and "windows=[4×2, full×1, 8×1], sink_tokens=2" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "exactly one of calib_data and config, got neither"),
+        ({"calib_data": ["x"], "config": mixed_plan()}, "got both"),
+        ({"config": mixed_plan(), "calibration": object()}, "cannot be combined"),
+        ({"config": {"windows": []}}, "must be an AAHConfig, not dict"),
+        ({"config": mixed_plan(layers=LAYERS + 1)}, "belongs to another model"),
+        ({"config": mixed_plan(heads=HEADS + 1)}, "belongs to another model"),
+        ({"calib_data": ["text"]}, "tokenizer"),
+        ({"calib_data": []}, "empty|no "),
+        ({"calib_data": [torch.arange(5)]}, "tokens"),
+        ({"calib_data": 3.5}, "calib_data"),
+    ],
+)
+@pytest.mark.parametrize("patched", [False, True])
+def test_bad_arguments_change_nothing(llama, arguments, message, patched):
+    if patched:
+        patch_model(llama, config=mixed_plan(5))
+    state = copy.deepcopy((llama.config.to_dict(), [type(m) for m in llama.modules()], llama.config._attn_implementation))
+    with pytest.raises(AAHError, match=message):
+        patch_model(llama, **arguments)
+    assert state == (llama.config.to_dict(), [type(m) for m in llama.modules()], llama.config._attn_implementation)
+
+
+def test_unsupported_models_are_refused_with_the_reason():
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2' is not supported: it has absolute positions"):
+        patch_model(GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=11)), ["x"])
+    with pytest.raises(UnsupportedModelError, match="not been checked"):
+        patch_model(tiny_model("phi3"), ["x"])
+    with pytest.raises(UnsupportedModelError, match="expected a transformers model, got Linear"):
+        patch_model(torch.nn.Linear(2, 2), ["x"])
+    with pytest.raises(PlanError, match="not patched"):
+        unpatch_model(tiny_model())
+
+
+def test_a_model_sharing_the_config_of_a_patched_one_says_so(llama):
+    other = type(llama)(llama.config)
+    patch_model(llama, config=mixed_plan())
+    with pytest.raises(PlanError, match="share one config"):
+        logits(other.eval() if not aah_hf.is_patched(other) else other, random_ids(1, 8))
+
+
+def test_arguments_that_change_the_mathematics_are_refused(llama):
+    patch_model(llama, config=mixed_plan())
+    ids = random_ids(1, 8)
+    with pytest.raises(AAHError, match="output_attentions"):
+        llama(ids, output_attentions=True)
+    with pytest.raises(AAHError, match="does not know: \\['brand_new'\\]"):
+        llama(ids, brand_new=torch.ones(1))
+    with pytest.raises(AAHError, match="softcap"):
+        llama(ids, softcap=3.0)
+
+
+def test_running_far_beyond_the_calibrated_length_warns_once(llama, caplog):
+    patch_model(llama, config=mixed_plan().with_provenance(seq_len=8))
+    with caplog.at_level("WARNING", logger="transformers"):
+        from transformers.utils import logging
+
+        logging.enable_propagation()
+        logging.warning_once.cache_clear() if hasattr(logging.warning_once, "cache_clear") else None
+        logits(llama, random_ids(1, 32))
+        assert "calibrated at" not in caplog.text
+        logits(llama, random_ids(1, 33))
+        logits(llama, random_ids(1, 34))
+    assert caplog.text.count("calibrated at 8 tokens") == 1
