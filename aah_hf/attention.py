@@ -31,9 +31,32 @@ FAR_BEYOND = 4
 # keyword arguments that models pass down and that do not change the attention product: `sliding_window`
 # arrives through the mask as well, packing is read by AAHMask.note_packing
 _HARMLESS = frozenset(
-    "position_ids position_embeddings cache_position use_cache past_key_values cache output_hidden_states "
-    "output_attentions output_router_logits return_dict num_items_in_batch sliding_window cu_seq_lens_q cu_seq_lens_k "
-    "max_length_q max_length_k seq_idx labels logits_to_keep is_causal softcap s_aux position_bias head_mask".split()
+    [
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "use_cache",
+        "past_key_values",
+        "cache",
+        "output_hidden_states",
+        "output_attentions",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "sliding_window",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+        "seq_idx",
+        "labels",
+        "logits_to_keep",
+        "is_causal",
+        "softcap",
+        "s_aux",
+        "position_bias",
+        "head_mask",
+    ]
 )
 
 
@@ -181,7 +204,9 @@ def _refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
         )
     for name in ("softcap", "s_aux", "position_bias", "head_mask"):
         if kwargs.get(name) is not None:
-            raise AAHError(f"{type(module).__name__} passes `{name}` to attention, which per-head windows do not do yet.")
+            raise AAHError(
+                f"{type(module).__name__} passes `{name}` to attention, which per-head windows do not do yet."
+            )
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise AAHError("per-head windows are causal and the model asked for bidirectional attention (is_causal=False).")
     unknown = sorted(name for name, value in kwargs.items() if name not in _HARMLESS and value is not None)
@@ -193,7 +218,11 @@ def _refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
 
 
 def _warn_far_beyond(layer: LayerWindows, length: int) -> None:
-    if layer.calibrated_at is not None and length > FAR_BEYOND * layer.calibrated_at and not torch.compiler.is_compiling():
+    if (
+        layer.calibrated_at is not None
+        and length > FAR_BEYOND * layer.calibrated_at
+        and not torch.compiler.is_compiling()
+    ):
         logger.warning_once(
             f"This model's windows were calibrated at {layer.calibrated_at} tokens and it now runs at more than "
             f"{FAR_BEYOND}× that. Quality there was not measured: calibrate again with a longer `seq_len`."

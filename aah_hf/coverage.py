@@ -90,9 +90,7 @@ def measure(
     heads = sum(len(layer) for layer in windows)
     selected = sum(pairs(seq_len, w, sink_tokens) for layer in windows for w in layer)
     attended = sum(seq_len if w is None else min(w, seq_len) for layer in windows for w in layer)
-    kept = sum(
-        kept_keys(seq_len, w, sink_tokens) for layer, n in zip(windows, per_layer) for w in kv_windows(layer, n)
-    )
+    kept = sum(kept_keys(seq_len, w, sink_tokens) for layer, n in zip(windows, per_layer) for w in kv_windows(layer, n))
     return Coverage(
         seq_len=seq_len,
         acr=attended / (heads * seq_len),

@@ -131,7 +131,9 @@ def set_plan(model: PreTrainedModel, plan: AAHConfig) -> None:
         setattr(config, CONFIG_KEY, plan.to_dict())
         model.set_attn_implementation(CONFIG_KEY)
         if config._attn_implementation != CONFIG_KEY:
-            raise UnsupportedModelError(f"{type(model).__name__} does not let transformers set its attention implementation.")
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not let transformers set its attention implementation."
+            )
     except Exception:
         if old is None:
             for _, module in attention_modules(model):

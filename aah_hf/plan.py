@@ -268,7 +268,9 @@ def _check_groups(groups: Any, windows: tuple[tuple[int | None, ...], ...]) -> t
     if not isinstance(groups, Sequence) or [len(g) if isinstance(g, Sequence) else -1 for g in groups] != [
         len(layer) for layer in windows
     ]:
-        raise PlanError(f"groups must have the shape of windows (one integer per layer and head), not {_short(groups)}.")
+        raise PlanError(
+            f"groups must have the shape of windows (one integer per layer and head), not {_short(groups)}."
+        )
     for index, layer in enumerate(groups):
         for head, group in enumerate(layer):
             _check_int(f"groups[{index}][{head}]", group, 0, MAX_HEADS)

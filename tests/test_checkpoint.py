@@ -74,7 +74,9 @@ def test_a_new_process_needs_only_the_import(saved):
 
 def test_without_aah_hf_loading_fails_loudly(saved):
     directory, *_ = saved
-    code = "import sys\nfrom transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    code = (
+        "import sys\nfrom transformers import AutoModelForCausalLM\nAutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    )
     result = subprocess.run([sys.executable, "-c", code, str(directory)], capture_output=True, text=True)
     assert result.returncode != 0 and "aah" in result.stderr.splitlines()[-1]
 
@@ -215,11 +217,19 @@ def test_save_writes_a_card_and_never_over_somebody_elses(saved):
 
 
 def test_the_card_of_a_strangers_plan_cannot_inject_markup(tmp_path):
-    plan = mixed_plan().with_provenance(**{"<script>": "[x](http://e.vil)\n# head | `code`", "check": {"kl": "{{ 7*7 }}<b>"}})
+    plan = mixed_plan().with_provenance(
+        **{"<script>": "[x](http://e.vil)\n# head | `code`", "check": {"kl": "{{ 7*7 }}<b>"}}
+    )
     model = patch_model(tiny_model(), config=plan)
     model.save_pretrained(tmp_path)
     text = (tmp_path / "README.md").read_text()
-    assert "<script>" not in text and "<b>" not in text and "[x](" not in text and "\n# head" not in text and "49" not in text
+    assert (
+        "<script>" not in text
+        and "<b>" not in text
+        and "[x](" not in text
+        and "\n# head" not in text
+        and "49" not in text
+    )
 
 
 def test_hooks_can_be_removed_and_installed_again(tmp_path):

@@ -132,6 +132,11 @@ def test_sampling_and_return_sequences_run(llama):
     ids = random_ids(2, 12)
     torch.manual_seed(0)
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=5, do_sample=True, num_return_sequences=3, eos_token_id=None
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=5,
+        do_sample=True,
+        num_return_sequences=3,
+        eos_token_id=None,
     )
     assert out.shape == (6, 17)

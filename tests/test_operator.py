@@ -63,9 +63,7 @@ def test_blocks_cover_exactly_the_pairs_of_causal_coverage(window, sink_tokens):
     """Work follows coverage: what the blocks let through is what coverage.py counts, without a T×T mask."""
     length = 700
     q = torch.zeros(1, 1, length, 8)
-    blocks = list(
-        eager._blocks(q, q, [window or length], eager.Options(sink_tokens=sink_tokens), 0, 0, None, None)
-    )
+    blocks = list(eager._blocks(q, q, [window or length], eager.Options(sink_tokens=sink_tokens), 0, 0, None, None))
     seen = 0
     for block in blocks:
         keys = sum(piece.stop - piece.start for piece in block.keys)
@@ -96,7 +94,9 @@ def test_packed_documents_equal_each_document_alone():
     q, k, v = torch.randn(1, 2, 60, 8), torch.randn(1, 1, 60, 8), torch.randn(1, 1, 60, 8)
     out = windowed_attention(q, k, v, [4, None], 2, sequences=Sequences.from_cu_seqlens(torch.tensor([0, 25, 60])))
     for a, b in ((0, 25), (25, 60)):
-        torch.testing.assert_close(out[:, :, a:b], windowed_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], [4, None], 2))
+        torch.testing.assert_close(
+            out[:, :, a:b], windowed_attention(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], [4, None], 2)
+        )
 
 
 def test_rows_that_see_nothing_give_zeros_and_finite_gradients():

@@ -221,7 +221,9 @@ def test_repr_shows_the_windows(llama):
 def test_bad_arguments_change_nothing(llama, arguments, message, patched):
     if patched:
         patch_model(llama, config=mixed_plan(5))
-    state = copy.deepcopy((llama.config.to_dict(), [type(m) for m in llama.modules()], llama.config._attn_implementation))
+    state = copy.deepcopy(
+        (llama.config.to_dict(), [type(m) for m in llama.modules()], llama.config._attn_implementation)
+    )
     with pytest.raises(AAHError, match=message):
         patch_model(llama, **arguments)
     assert state == (llama.config.to_dict(), [type(m) for m in llama.modules()], llama.config._attn_implementation)

@@ -76,7 +76,7 @@ def output_error_curves(
     finite = [w for w in windows if w is not None]
     if not windows or windows[-1] is not None or len(finite) != len(windows) - 1 or finite != sorted(set(finite)):
         raise CalibrationError(f"candidates are {windows}; expected ascending windows and None (full) at the end.")
-    if not sequences:
+    if len(sequences) == 0:
         raise CalibrationError("there are no sequences to measure; pass at least one.")
     collector = _Collector(len(attention_modules(model)), tuple(finite), sink_tokens, query_stride)
     with undisturbed(model), products(model, collector.products()), _residual_taps(model, collector):

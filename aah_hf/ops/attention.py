@@ -91,7 +91,13 @@ def windowed_attention(
 
 
 def _check(q, k, v, windows, sink_tokens, sink_logits, mask, dropout, limit) -> list[int | None]:
-    if q.dim() != 4 or k.dim() != 4 or k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if (
+        q.dim() != 4
+        or k.dim() != 4
+        or k.shape[:3] != v.shape[:3]
+        or q.shape[0] != k.shape[0]
+        or q.shape[3] != k.shape[3]
+    ):
         raise OperatorError(
             "q must be [batch, query_heads, q_len, head_dim] and k, v [batch, kv_heads, kv_len, head_dim]; got "
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}."

@@ -106,10 +106,19 @@ class _Blockwise(torch.autograd.Function):
                     _add(dv, block, kv_heads, piece, gv)
                 if dlogits is not None:
                     dlogits[heads] += grads[-1]
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None if dlogits is None else dlogits.to(sink_logits), None, None
+        return (
+            dq.to(q.dtype),
+            dk.to(k.dtype),
+            dv.to(v.dtype),
+            None if dlogits is None else dlogits.to(sink_logits),
+            None,
+            None,
+        )
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, blocks: Sequence[Block], options: Options) -> Tensor:
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, blocks: Sequence[Block], options: Options
+) -> Tensor:
     out = q.new_zeros(*q.shape[:3], v.shape[-1])
     for block in blocks:
         logits = None if sink_logits is None else sink_logits[_index(block.heads, q.device)]
@@ -123,9 +132,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, blocks: Se
     return out
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, block: Block, options: Options
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, block: Block, options: Options) -> Tensor:
     """Attention of one block; q [rows, heads, queries, head_dim], k and v [rows, heads, keys, head_dim]."""
     mask, seen = block.mask, None
     if block.may_be_empty and mask is not None:
@@ -210,7 +217,11 @@ def _banded(q, window, heads, options, q_start, kv_start, run: Run, first: int, 
     at = max(first, everything)
     with_sinks = last if limit is None else max(at, min(last, start + limit))
     fading = last if limit is None else max(with_sinks, min(last, start + limit + sinks))
-    for begin, end, kept, hidden in ((at, with_sinks, sinks, None), (with_sinks, fading, sinks, limit), (fading, last, 0, None)):
+    for begin, end, kept, hidden in (
+        (at, with_sinks, sinks, None),
+        (with_sinks, fading, sinks, limit),
+        (fading, last, 0, None),
+    ):
         mask, shape = None, None
         for a in range(begin, end, block):
             b = min(a + block, end)

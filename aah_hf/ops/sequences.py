@@ -35,7 +35,9 @@ class Sequences:
         given = [t for t in (valid, documents) if t is not None]
         if not given or any(t.dim() != 2 for t in given) or len({t.shape for t in given}) != 1:
             shapes = [tuple(t.shape) for t in given]
-            raise OperatorError(f"Sequences needs `valid` and/or `documents` of one shape [batch, length], got {shapes}.")
+            raise OperatorError(
+                f"Sequences needs `valid` and/or `documents` of one shape [batch, length], got {shapes}."
+            )
         self.valid = torch.ones_like(documents, dtype=torch.bool) if valid is None else valid.bool()
         self.documents = documents
 

@@ -66,7 +66,8 @@ def render_card(model: PreTrainedModel) -> ModelCard:
         version=__version__,
         sink_tokens=plan.sink_tokens,
         layers=[
-            {"index": i, "windows": str(LayerWindows(windows, plan.sink_tokens))} for i, windows in enumerate(plan.windows)
+            {"index": i, "windows": str(LayerWindows(windows, plan.sink_tokens))}
+            for i, windows in enumerate(plan.windows)
         ],
         coverages=[coverage_of(plan, model, n) for n in lengths],
         quality=_rows(quality) if isinstance(quality, dict) else [],
