@@ -7,6 +7,8 @@ here are installed around transformers' own by hooks.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -66,10 +68,35 @@ def adopt_after_init(original: Any, self: PreTrainedModel) -> None:
 
 def save_with_card(original: Any, self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """After an ordinary save, write the model card of a patched model (never over somebody's own README)."""
-    result = original(self, save_directory, *args, **kwargs)
-    is_main = args[0] if args else kwargs.get("is_main_process", True)
-    if is_main and text_config(self)._attn_implementation == CONFIG_KEY:
+    if text_config(self)._attn_implementation != CONFIG_KEY:
+        return original(self, save_directory, *args, **kwargs)
+    with _unpacked_gguf(self):
+        result = original(self, save_directory, *args, **kwargs)
+    if args[0] if args else kwargs.get("is_main_process", True):
         from .report.card import write_card
 
         write_card(self, save_directory)
     return result
+
+
+@contextmanager
+def _unpacked_gguf(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model that was read from a GGUF file be saved.
+
+    Where transformers (5.17 to 5.24) has no kernel for such weights it unpacks them into ordinary tensors, keeps
+    the quantizer attached all the same, and then refuses to save "a quantized model".
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    method = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None)
+    packed = any(type(m).__name__.startswith("Gguf") for m in model.modules())
+    if method != "gguf" or packed or not all(p.is_floating_point() for p in model.parameters()):
+        yield
+        return
+    hidden = model.config.__dict__.pop("quantization_config", None)
+    model.hf_quantizer = None
+    try:
+        yield
+    finally:
+        model.hf_quantizer = quantizer
+        if hidden is not None:
+            model.config.quantization_config = hidden

@@ -87,7 +87,10 @@ def load_smollm2() -> tuple[Any, Any]:
     folder = str(Path(spec.origin).parent)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
     model.config.name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    return model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=GGUF)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model.eval(), tokenizer
 
 
 def documentation() -> tuple[list[str], list[str]]:

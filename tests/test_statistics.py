@@ -195,6 +195,50 @@ def assert_same_state(before: dict, after: dict) -> None:
             assert value == after[key], key
 
 
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_under_a_plan_errors_are_against_the_full_models_heads(model_type):
+    model, ids, plan = tiny_model(model_type), random_ids(1, LENGTH)[0], mixed_plan()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 30
+            layer.self_attn.o_proj.weight *= 30
+    teacher = captured(model, ids)
+    curves = output_error_curves(model, [ids], CANDIDATES, plan=plan.windows, sink_tokens=plan.sink_tokens)
+
+    # the student, layer by layer: the same capture with the plan's windows as a dense mask
+    student: list[dict] = []
+
+    def windowed(module, query, key, value, attention_mask, **kwargs):
+        student.append({"q": query, "k": key, "v": value, "scale": kwargs["scaling"], "module": module})
+        layer = plan.windows[module.layer_idx]
+        windows = [w or LENGTH for w in layer]
+        out, _ = attention(query, key, value, windows, plan.sink_tokens, scale=kwargs["scaling"])
+        return out.float().transpose(1, 2), None
+
+    AttentionInterface.register("test_student", windowed)
+    AttentionMaskInterface.register("test_student", sdpa_mask)
+    model.set_attn_implementation("test_student")
+    handles = [
+        layer.post_attention_layernorm.register_forward_pre_hook(lambda _m, args: student[-1].update(x=args[0][0]))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        model(input_ids=ids[None])
+    for handle in handles:
+        handle.remove()
+
+    for index, (full, now) in enumerate(zip(teacher, student)):
+        weight = now["module"].o_proj.weight.detach().double().T.reshape(4, 8, -1)
+        target, _ = attention(full["q"], full["k"], full["v"], [LENGTH] * 4, scale=full["scale"])
+        for column, window in enumerate(CANDIDATES):
+            out, _ = attention(
+                now["q"], now["k"], now["v"], [window or LENGTH] * 4, plan.sink_tokens, scale=now["scale"]
+            )
+            error = ((out - target)[0] @ weight).square().sum(-1) / now["x"].double().square().sum(-1)
+            np.testing.assert_allclose(curves.errors[index, :, column], error.sum(-1), rtol=1e-3, atol=1e-8)
+    assert curves.errors[0, :, -1].max() < 1e-6 < curves.errors[1, :, -1].min()  # drift that no window can undo
+
+
 class Stop(Exception):
     pass
 
@@ -249,8 +293,10 @@ def test_a_model_cannot_be_calibrated_twice_at_the_same_time():
     def again(*_):
         output_error_curves(model, data, (4, None))
 
+    handle = model.model.norm.register_forward_pre_hook(again)
     with pytest.raises(CalibrationError, match="already"):
-        output_error_curves(model, data, (4, None), progress=again)
+        output_error_curves(model, data, (4, None))
+    handle.remove()
     output_error_curves(model, data, (4, None))
 
 

@@ -137,16 +137,16 @@ def _assemble(
         answers.extend([answer] * len(piece))
 
     # one fact in every stretch of the haystack, somewhere inside it: all distances occur
-    stretch = len(hay) / len(facts)
+    stretch, at = len(hay) / len(facts), 0
     for index, fact in enumerate(facts):
-        start, stop = int(index * stretch), int((index + 1) * stretch)
-        cut = _sentence_end(tokenizer, hay, rng.randint(start, stop), stop)
-        add(hay[start:cut])
+        cut = rng.randint(max(at, int(index * stretch)), max(at, int((index + 1) * stretch)))
+        cut = _sentence_end(tokenizer, hay, cut)
+        add(hay[at:cut])
+        at = cut
         add(fact.fact)
         planted.append(len(ids))
         add(fact.value + fact.stop)
-        add(hay[cut:stop])
-    add(hay[int(len(facts) * stretch) :])
+    add(hay[at:])
     for index in rng.sample(range(len(facts)), len(facts)):
         fact = facts[index]
         add(fact.question)
@@ -156,9 +156,9 @@ def _assemble(
     return RecallSequence(torch.tensor(ids), torch.tensor(answers), tuple(distances))
 
 
-def _sentence_end(tokenizer: Any, hay: list[int], cut: int, stop: int, reach: int = 48) -> int:
+def _sentence_end(tokenizer: Any, hay: list[int], cut: int, reach: int = 48) -> int:
     """The first end of a line or sentence at or after `cut`, or `cut` where none is near."""
-    for end in range(max(cut, 1), min(stop, cut + reach) + 1):
+    for end in range(max(cut, 1), min(len(hay), cut + reach) + 1):
         if tokenizer.decode([hay[end - 1]]).endswith(("\n", ".", "!", "?")):
             return end
     return cut

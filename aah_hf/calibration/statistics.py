@@ -6,7 +6,9 @@ each candidate window is
 
     c[h, w] = Σ_t ‖(o_w(t) − o_full(t)) · W_o[h]‖² / ‖x_t‖²
 
-with `o_w` the output of head h under window w and `x_t` the residual stream after attention.
+with `o_w` the output of head h under window w and `x_t` the residual stream after attention. A second
+pass can measure the same with a plan in force, against what the full model's heads put out: it sees that
+errors of early layers have already changed what late layers read.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor, nn
 
 from ..errors import CalibrationError
 from ..families import attention_modules, decoder_layers, family_of
-from .taps import Product, forward, full_product, native_limit, products, undisturbed
+from .taps import Product, forward, full_product, native_limit, products, undisturbed, windowed_products
 
 Progress = Callable[[str, int, int], None]
 """Called with (stage, steps done, steps in total)."""
@@ -35,7 +37,8 @@ class ErrorCurves:
     """Output error of every head and candidate window.
 
     Attributes:
-        errors: [layers, query_heads, candidates] float64, summed over tokens; 0 for full attention.
+        errors: [layers, query_heads, candidates] float64, summed over tokens; 0 for full attention, unless
+            measured under a plan.
         candidates: ascending windows in keys, the last one None (full, or what the layer natively sees).
         sink_tokens: first tokens that stayed visible under every window.
         tokens: query tokens that were measured.
@@ -53,6 +56,7 @@ def output_error_curves(
     candidates: Sequence[int | None],
     *,
     sink_tokens: int = 4,
+    plan: Sequence[Sequence[int | None]] | None = None,
     query_stride: int = 1,
     progress: Progress | None = None,
 ) -> ErrorCurves:
@@ -63,9 +67,12 @@ def output_error_curves(
         sequences: token ids, each [seq_len]; no padding.
         candidates: windows in keys, strictly ascending, the last one None.
         sink_tokens: first tokens that every window includes.
+        plan: windows[layer][query_head] that are in force while the heads are measured (method.md §8,
+            "refinement"); errors are then against the heads of the full model, which runs first on each
+            sequence. Its outputs take `4 · layers · query_heads · seq_len · head_dim` bytes meanwhile.
         query_stride: measure every n-th block of 64 queries (default 1: all). Curves of neighbouring
             queries are alike, so 2 saves a third of the time and moves few windows.
-        progress: called after every sequence with stage "measure".
+        progress: called after every sequence with stage "measure", under a plan "refine".
 
     Raises:
         CalibrationError: candidates that are not ascending or do not end in None, no sequences, a model that
@@ -79,11 +86,15 @@ def output_error_curves(
     if len(sequences) == 0:
         raise CalibrationError("there are no sequences to measure; pass at least one.")
     collector = _Collector(len(attention_modules(model)), tuple(finite), sink_tokens, query_stride)
-    with undisturbed(model), products(model, collector.products()), _residual_taps(model, collector):
+    with undisturbed(model):
         for done, ids in enumerate(sequences, 1):
-            forward(model, ids)
+            if plan is not None:
+                with products(model, collector.teachers()):
+                    forward(model, ids)
+            with products(model, collector.products(plan)), _residual_taps(model, collector):
+                forward(model, ids)
             if progress is not None:
-                progress("measure", done, len(sequences))
+                progress("measure" if plan is None else "refine", done, len(sequences))
     return ErrorCurves(collector.curves(), windows, sink_tokens, collector.tokens)
 
 
@@ -118,31 +129,52 @@ class _Collector:
         self._sums: list[np.ndarray | None] = [None] * layers
         self._factors: list[Tensor | None] = [None] * layers
         self._pending: dict[int, Tensor] = {}  # errors of layers whose residual has not come by yet
+        self._targets: dict[int, Tensor] = {}  # outputs of the full model's heads, seen through the factors
 
-    def products(self) -> list[Product]:
-        """Stock attention for every layer that shows q, k and v to `attention` first."""
+    def products(self, plan: Sequence[Sequence[int | None]] | None) -> list[Product]:
+        """Attention, full or under `plan`, for every layer that shows q, k and v to `attention` first."""
+        layers = len(self._sums)
+        inner = [full_product] * layers if plan is None else windowed_products(plan, self.sink_tokens)
 
         def product_of(layer: int) -> Product:
             def product(module, q, k, v, mask, kwargs):
                 self.attention(layer, module, q, k, v, mask, kwargs.get("scaling"))
-                return full_product(module, q, k, v, mask, kwargs)
+                return inner[layer](module, q, k, v, mask, kwargs)
+
+            return product
+
+        return [product_of(layer) for layer in range(layers)]
+
+    def teachers(self) -> list[Product]:
+        """Stock attention for every layer that leaves its heads' outputs as targets."""
+
+        def product_of(layer: int) -> Product:
+            def product(module, q, k, v, mask, kwargs):
+                out = full_product(module, q, k, v, mask, kwargs)
+                self._targets[layer] = out[0].transpose(0, 1).float() @ self._factor(layer, module, q, v)
+                return out
 
             return product
 
         return [product_of(layer) for layer in range(len(self._sums))]
 
+    def _factor(self, layer: int, module: nn.Module, q: Tensor, v: Tensor) -> Tensor:
+        factors = self._factors[layer]
+        if factors is None:
+            factors = self._factors[layer] = output_factors(module.o_proj, q.shape[1], v.shape[-1], like=v)
+        return factors
+
     def attention(
         self, layer: int, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None
     ) -> None:
         """q: [1, query_heads, seq_len, head_dim]; k, v: [1, kv_heads, seq_len, head_dim]."""
-        if self._factors[layer] is None:
-            self._factors[layer] = output_factors(module.o_proj, q.shape[1], v.shape[-1], like=v)
         self._pending[layer] = window_errors(
             q[0],
             k[0],
             v[0],
-            self._factors[layer],
+            self._factor(layer, module, q, v),
             self.windows,
+            target=self._targets.pop(layer, None),
             sink_tokens=self.sink_tokens,
             scale=scale if scale is not None else q.shape[-1] ** -0.5,
             limit=native_limit(mask),
@@ -161,14 +193,14 @@ class _Collector:
             self.tokens += sum(stop - start for start, stop in _blocks(x.shape[1], self.query_stride))
 
     def curves(self) -> np.ndarray:
-        """[layers, query_heads, windows + 1]; the last column, full attention, is 0."""
+        """[layers, query_heads, windows + 1]; the last column is full attention."""
         missing = [index for index, sums in enumerate(self._sums) if sums is None]
         if missing:
             raise CalibrationError(f"layers {missing} did not run attention or never reached their residual tap.")
         sums = np.stack(self._sums)
         if not np.isfinite(sums).all():
             raise CalibrationError("the model's activations are not finite (NaN or inf); check its weights and dtype.")
-        return np.concatenate([sums, np.zeros((*sums.shape[:2], 1))], axis=-1)
+        return sums
 
 
 def output_factors(o_proj: nn.Module, heads: int, head_dim: int, *, like: Tensor) -> Tensor:
@@ -206,10 +238,11 @@ def window_errors(
     *,
     sink_tokens: int,
     scale: float,
+    target: Tensor | None = None,
     limit: int | None = None,
     query_stride: int = 1,
 ) -> Tensor:
-    """Squared output error of every candidate window, head and query.
+    """Squared output error of every candidate window and of full attention, per head and query.
 
     The keys of nested windows form rings of growing distance. Scores and exponentials are computed
     once, each ring's sums are added to those of the rings inside it, and sink tokens are the innermost
@@ -221,10 +254,12 @@ def window_errors(
         q: [query_heads, seq_len, head_dim]; k, v: [kv_heads, seq_len, head_dim].
         factors: [query_heads, head_dim, head_dim], see `output_factors`.
         windows: ascending.
+        target: [query_heads, seq_len, head_dim], multiplied by the factors; what outputs are compared with.
+            Default: full attention of these q, k and v.
         limit: the layer's own sliding window, which hides sink tokens too.
 
     Returns:
-        [windows, query_heads, seq_len] float32; 0 at queries that `query_stride` skips.
+        [windows + 1, query_heads, seq_len] float32; 0 at queries that `query_stride` skips.
     """
     q, k, v = q.float() * scale, k.float().transpose(1, 2).contiguous(), v.float()
     heads, seq_len, dim = q.shape
@@ -232,19 +267,19 @@ def window_errors(
     # zero rows in front: the rings of a block's first queries reach before the first key
     values = torch.zeros(heads, QUERY_BLOCK - 1 + seq_len, dim, device=q.device)
     torch.matmul(v.repeat_interleave(group, 0), factors.to(q.device), out=values[:, QUERY_BLOCK - 1 :])
-    errors = torch.zeros(len(windows), heads, seq_len, device=q.device)
+    errors = torch.zeros(len(windows) + 1, heads, seq_len, device=q.device)
     work = torch.empty(2, heads * QUERY_BLOCK * (seq_len + QUERY_BLOCK), device=q.device)
     q = q.view(-1, group, seq_len, dim)
     for start, stop in _blocks(seq_len, query_stride):
         count = sum(w < stop for w in windows)  # windows that may hide something from this block
-        if count and windows[0] + sink_tokens < stop:
-            rows = q[:, :, start:stop].reshape(len(q), -1, dim)
-            outputs = _nested_outputs(
-                rows, k[:, :, :stop], values, windows[:count], sink_tokens, limit, stop - start, work
-            )
-            full = outputs.pop()
-            for index, output in enumerate(outputs):
-                errors[index, :, start:stop] = output.sub_(full).square_().sum(-1)
+        if target is None and (not count or windows[0] + sink_tokens >= stop):
+            continue
+        rows = q[:, :, start:stop].reshape(len(q), -1, dim)
+        outputs = _nested_outputs(rows, k[:, :, :stop], values, windows[:count], sink_tokens, limit, stop - start, work)
+        wanted = outputs[-1].clone() if target is None else target[:, start:stop].to(q.device)
+        squares = [output.sub_(wanted).square_().sum(-1) for output in outputs]
+        for index, row in enumerate(errors):
+            row[:, start:stop] = squares[min(index, count)]  # windows beyond the block are full attention
     return errors
 
 

@@ -193,9 +193,11 @@ def _items(data: Any) -> Iterator[str | list[int]]:
         yield from _batch(data)
     elif isinstance(data, (Tensor, np.ndarray)):
         yield from _rows(data)
+    elif isinstance(data, (bytes, bytearray)):
+        raise CalibrationError(f"calib_data is of type {type(data).__name__}; pass {FORMS}.")
     elif isinstance(data, Sequence) and data and all(_is_int(x) for x in data):
         yield list(map(int, data))
-    elif isinstance(data, Iterable) and not isinstance(data, (bytes, bytearray)):
+    elif isinstance(data, Iterable):
         for item in data:
             yield from _item(item)
     else:
