@@ -105,14 +105,14 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def adopt(module: nn.Module, plan: AAHConfig, layer: int) -> None:
+def adopt(module: Any, plan: AAHConfig, layer: int) -> None:
     """Make a family's attention module an AAHAttention that runs layer `layer` of `plan`."""
     if not isinstance(module, AAHAttention):
         module.__class__ = aah_class(type(module))
     module.aah_layer = LayerWindows(plan.windows[layer], plan.sink_tokens, plan.calibrated_at)
 
 
-def release(module: nn.Module) -> None:
+def release(module: Any) -> None:
     """Undo `adopt`: the module is again an instance of its family's own class, nothing more."""
     if isinstance(module, AAHAttention):
         del module.aah_layer
@@ -160,7 +160,9 @@ def aah_attention_forward(
             )
         attention_mask = aah_mask(query.shape[0], query.shape[2], key.shape[2], device=query.device)
 
-    dense, mask = None, attention_mask
+    mask = attention_mask
+    start: int | Tensor
+    dense: Tensor | None
     if isinstance(mask, Tensor):
         kv_len = min(key.shape[2], mask.shape[-1])
         dense, start, kv_start, limit, sequences = mask[..., :kv_len], kv_len - query.shape[2], 0, None, None

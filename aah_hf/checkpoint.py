@@ -80,7 +80,7 @@ def save_with_card(original: Any, self: PreTrainedModel, save_directory: Any, *a
 
 
 @contextmanager
-def _unpacked_gguf(model: PreTrainedModel) -> Iterator[None]:
+def _unpacked_gguf(model: Any) -> Iterator[None]:
     """Let a model that was read from a GGUF file be saved.
 
     Where transformers (5.17 to 5.24) has no kernel for such weights it unpacks them into ordinary tensors, keeps

@@ -27,7 +27,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-out = Console()
+out = Console(width=None if sys.stdout.isatty() else 140)  # a table in a file is not squeezed to 80 columns
 err = Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
@@ -162,7 +162,7 @@ def info(
             _print_json(summary)
             return
         table = Table(show_header=False, box=None)
-        for name, value in summary.items():
+        for name, value in (summary | {f"native {k}": v for k, v in summary.pop("native").items()}).items():
             table.add_row(name, ", ".join(value) if isinstance(value, list) else str(value))
         out.print(table)
         return
@@ -250,6 +250,83 @@ def evaluate_command(
     out.print(table)
 
 
+@app.command()
+@user_errors
+def build(
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show the compiler commands.")] = False,
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compile the native operator into this user's cache (needs g++ or clang++)."""
+    from .ops import build as native_build
+    from .ops import native
+
+    with _progress() as progress:
+        path = native_build.build(
+            verbose=verbose, progress=lambda done, total, label: progress.update("compiling", done, total)
+        )
+    status = native.status(build_now=True)
+    if json_output:
+        _print_json({"path": str(path), "isa": status.isa, "available": status.available, "reason": status.reason})
+    else:
+        out.print(f"Built {path} ({status.isa}).", highlight=False, soft_wrap=True)
+
+
+bench = typer.Typer(help="Benchmarks: interleaved repeats in one process, medians as ratios.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("ops")
+@user_errors
+def bench_ops_command(
+    seq_len: Annotated[list[int] | None, typer.Option(help="Lengths; may be repeated. Default 1024, 2048, 4096.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="query/KV heads x head size: 9/3x64, 8/2x128.")] = None,
+    windows: Annotated[
+        list[str] | None, typer.Option(help="Window mixes: full, 128-full, 64-full, 512-full, 256.")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="float32, float64, bfloat16, float16.")] = None,
+    direction: Annotated[list[str] | None, typer.Option(help="forward, backward.")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="sdpa_causal, sdpa_mask, flex, eager, aah. Default: all.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 7,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Windowed attention against SDPA, SDPA with a mask, FlexAttention and our pure PyTorch operator."""
+    from .bench import PEERS, bench_ops, call_overhead
+
+    with _progress() as progress:
+        rows = list(
+            bench_ops(
+                shapes=shape or ("9/3x64",),
+                seq_lens=seq_len or (1024, 2048, 4096),
+                mixes=windows or ("full", "128-full"),
+                dtypes=dtype or ("float32",),
+                directions=direction or ("forward", "backward"),
+                peers=peer or PEERS,
+                repeats=repeats,
+                device=device,
+                progress=progress.update,
+            )
+        )
+    overhead = call_overhead()
+    if json_output:
+        _print_json({"rows": [row.to_dict() for row in rows], "call_overhead_us": overhead, **_installation()})
+        return
+    names = [name for name in PEERS if any(name in row.milliseconds for row in rows)]
+    table = Table("shape", "tokens", "windows", "dtype", "direction", "coverage", *names, title="median ms")
+    for row in rows:
+        times = (f"{row.milliseconds[n]:.2f}" if n in row.milliseconds else "–" for n in names)
+        table.add_row(
+            row.shape, str(row.seq_len), row.windows, row.dtype, row.direction, f"{row.coverage:.3f}", *times
+        )
+    out.print(table)
+    if overhead:
+        out.print("One-query call, µs: " + ", ".join(f"{k} {v:.1f}" for k, v in overhead.items()), highlight=False)
+
+
 def main() -> None:
     """Entry point of the `aah` script."""
     app()
@@ -262,7 +339,8 @@ class _Bars:
     """Turns (stage, done, total) calls into progress bars on stderr, a bar per stage."""
 
     def __init__(self, bars: Progress) -> None:
-        self.bars, self.tasks = bars, {}
+        self.bars = bars
+        self.tasks: dict[str, Any] = {}
 
     def update(self, stage: str, done: int, total: int) -> None:
         task = self.tasks.get(stage)
@@ -371,13 +449,16 @@ def _installation() -> dict[str, Any]:
 
     from . import __version__
     from .families import FAMILIES
+    from .ops.native import status
 
+    native = status()
     return {
         "aah_hf": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "backend": "eager (pure PyTorch, banded)",
+        "backend": f"native on CPU ({native.isa})" if native.available else "pure PyTorch (banded), no native operator",
+        "native": vars(native),
         "families": sorted(FAMILIES),
     }
 

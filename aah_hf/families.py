@@ -9,14 +9,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
+
+from torch import nn
 
 from .errors import UnsupportedModelError
 from .plan import text_config
-
-if TYPE_CHECKING:
-    from torch import nn
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -72,13 +70,13 @@ REFUSED: dict[str, str] = {
 }
 
 
-def family_of(model_or_config) -> Family:
+def family_of(model_or_config: Any) -> Family:
     """The table row of a model.
 
     Raises:
         UnsupportedModelError: the family is not in the table; the message says why, where known.
     """
-    model_type = getattr(text_config(model_or_config), "model_type", None)
+    model_type = str(getattr(text_config(model_or_config), "model_type", None))
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     reason = REFUSED.get(model_type, "it has not been checked")
@@ -87,7 +85,7 @@ def family_of(model_or_config) -> Family:
     )
 
 
-def attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+def attention_modules(model: Any) -> list[tuple[str, Any]]:
     """(name, module) of the attention module of every layer, in layer order.
 
     Raises:
@@ -96,7 +94,10 @@ def attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """
     family = family_of(model)
     base = family.attention_class()
-    found = {module.layer_idx: (name, module) for name, module in model.named_modules() if isinstance(module, base)}
+    found: dict[int, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, base):
+            found[int(module.layer_idx)] = name, module  # type: ignore[arg-type]
     layers = int(text_config(model).num_hidden_layers)
     if sorted(found) != list(range(layers)):
         raise UnsupportedModelError(
@@ -106,7 +107,7 @@ def attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return [found[index] for index in range(layers)]
 
 
-def decoder_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+def decoder_layers(model: Any) -> Iterator[nn.Module]:
     """The decoder layer around each attention module, in layer order."""
     modules = dict(model.named_modules())
     for name, _ in attention_modules(model):

@@ -122,7 +122,7 @@ def aah_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
-            q_offset=q_offset,
+            q_offset=q_offset,  # type: ignore[arg-type]
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,

@@ -193,7 +193,7 @@ def plan_of(model: PreTrainedModel | PreTrainedConfig) -> AAHConfig | None:
 
 def text_config(model: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
     """The config that describes the decoder: of a composite model its text part."""
-    config = getattr(model, "config", model)
+    config: Any = getattr(model, "config", model)
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 

@@ -16,6 +16,7 @@ from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import aah_hf
+from aah_hf.ops import native
 
 # tiny tensors gain nothing from threads, and test processes that share two cores lose a lot to them
 torch.set_num_threads(1)
@@ -90,6 +91,16 @@ def smollm2():
     from aah_hf.demo import load_smollm2
 
     return load_smollm2()
+
+
+@pytest.fixture(params=["eager", "native"])
+def backend(request, monkeypatch):
+    """Run a test with the pure PyTorch operator and with the native one (skipped only where nothing can build it)."""
+    if request.param == "eager":
+        monkeypatch.setattr(native, "available", lambda: False)
+    elif not native.available():
+        pytest.skip(f"no native operator: {native.status().reason}")
+    return request.param
 
 
 def pytest_addoption(parser):

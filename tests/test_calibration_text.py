@@ -285,7 +285,8 @@ def test_calibration_and_held_out_slices_never_overlap(num_sequences, recall_fra
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         text = prepare(data, config, tokenizer=Bytes())
-    assert len(text.holdout) == holdout == len(text.holdout_recall)
+    assert len(text.holdout) == holdout
+    assert len(text.holdout_recall) == (holdout if config.recall_sequences() else 0)
     assert len(text.measure) == min(plain, available - holdout) + config.recall_sequences()
     used = flat([*text.measure[: len(text.measure) - text.recall_count], *text.holdout]) if available and plain else []
     assert used == data[: len(used)].tolist()

@@ -77,7 +77,7 @@ def test_left_padded_batches_generate_like_each_row_alone(family_model, beams, c
         assert torch.equal(batch[i : i + 1], alone), f"row {i} of length {len(row)}"
 
 
-def test_logits_through_caches_equal_one_forward(family_model):
+def test_logits_through_caches_equal_one_forward(family_model, backend):
     model = patched(family_model, 2)
     ids = random_ids(2, 48)
     with torch.no_grad():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from grid import Case, cases, expected, tensors
-from hypothesis import given
+from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 
 from aah_hf import OperatorError, Sequences, windowed_attention
@@ -31,9 +31,9 @@ def run(case: Case, t, **overrides):
     )
 
 
-@hypothesis_settings(max_examples=250)
-@given(cases())
-def test_forward_and_backward_equal_the_reference(case):
+@hypothesis_settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases())
+def test_forward_and_backward_equal_the_reference(backend, case):
     t = tensors(case)
     out, truth = run(case, t), expected(case, t)
     torch.testing.assert_close(out, truth, rtol=1e-10, atol=1e-10)
@@ -42,9 +42,9 @@ def test_forward_and_backward_equal_the_reference(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@hypothesis_settings(max_examples=25)
-@given(cases(plain=True, layouts=("none", "left")))
-def test_low_precision_is_as_close_to_the_truth_as_sdpa(dtype, case):
+@hypothesis_settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases(plain=True, layouts=("none", "left")))
+def test_low_precision_is_as_close_to_the_truth_as_sdpa(backend, dtype, case):
     t = tensors(case, dtype)
     truth = expected(case, t)
     seen = reference.visibility(
@@ -78,18 +78,20 @@ def test_blocks_cover_exactly_the_pairs_of_causal_coverage(window, sink_tokens):
     assert seen == pairs(length, window, sink_tokens)
 
 
-def test_left_padded_rows_equal_each_row_alone_bit_for_bit():
+def test_left_padded_rows_equal_each_row_alone(backend):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 90, 16), torch.randn(2, 2, 90, 16), torch.randn(2, 2, 90, 16)
     valid = torch.ones(2, 90, dtype=torch.bool)
     valid[0, :37] = False
     out = windowed_attention(q, k, v, [5, 16, 64, 90], 3, sequences=Sequences(valid))
     alone = windowed_attention(q[:1, :, 37:], k[:1, :, 37:], v[:1, :, 37:], [5, 16, 64, 90], 3)
-    assert torch.equal(out[:1, :, 37:], alone)
+    if backend == "eager":  # it cuts the padding off first; the native one sums tiles in another order
+        assert torch.equal(out[:1, :, 37:], alone)
+    torch.testing.assert_close(out[:1, :, 37:], alone)
     assert not out[:1, :, :37].any()
 
 
-def test_packed_documents_equal_each_document_alone():
+def test_packed_documents_equal_each_document_alone(backend):
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 2, 60, 8), torch.randn(1, 1, 60, 8), torch.randn(1, 1, 60, 8)
     out = windowed_attention(q, k, v, [4, None], 2, sequences=Sequences.from_cu_seqlens(torch.tensor([0, 25, 60])))
@@ -99,7 +101,7 @@ def test_packed_documents_equal_each_document_alone():
         )
 
 
-def test_rows_that_see_nothing_give_zeros_and_finite_gradients():
+def test_rows_that_see_nothing_give_zeros_and_finite_gradients(backend):
     q, k, v = (torch.randn(1, 1, 6, 8, requires_grad=True) for _ in range(3))
     out = windowed_attention(q, k, v, [3], sequences=Sequences(torch.zeros(1, 6, dtype=torch.bool)))
     assert not out.any()
@@ -123,10 +125,10 @@ def test_dropout_replays_the_same_mask_in_backward():
     assert not torch.allclose(out, windowed_attention(q, k, v, [5, 20], 2))
 
 
-def test_second_derivative_raises():
+def test_second_derivative_raises(backend):
     q, k, v = (torch.randn(1, 1, 8, 8, requires_grad=True) for _ in range(3))
     (grad,) = torch.autograd.grad(windowed_attention(q, k, v, [3]).square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises((RuntimeError, OperatorError), match="once_differentiable|second derivative"):
         grad.sum().backward()
 
 

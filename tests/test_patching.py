@@ -39,7 +39,7 @@ def dense_logits(model, plan, ids):
     return logits(model, ids, use_cache=False)
 
 
-def test_patched_logits_equal_the_reference_and_unpatching_restores_every_bit(family_model):
+def test_patched_logits_equal_the_reference_and_unpatching_restores_every_bit(family_model, backend):
     model, ids = family_model, random_ids(2, 40)
     before, keys, classes = logits(model, ids), list(model.state_dict()), [type(m) for m in model.modules()]
     plan = mixed_plan()
@@ -69,7 +69,7 @@ def test_windows_that_cover_the_sequence_equal_the_base_model_bit_for_bit(family
         assert torch.equal(logits(family_model, ids, attention_mask=padding), before[1])
 
 
-def test_left_and_right_padding_equal_each_row_alone(family_model):
+def test_left_and_right_padding_equal_each_row_alone(family_model, backend):
     patch_model(family_model, config=mixed_plan())
     ids = random_ids(2, 40)
     for real in (slice(11, 40), slice(0, 29)):
@@ -82,7 +82,7 @@ def test_left_and_right_padding_equal_each_row_alone(family_model):
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
-def test_packed_documents_equal_each_alone(family_model, use_cache):
+def test_packed_documents_equal_each_alone(family_model, use_cache, backend):
     """Also with a cache, where stock SDPA lets documents see each other."""
     patch_model(family_model, config=mixed_plan())
     ids = random_ids(1, 40)
@@ -124,7 +124,7 @@ def test_a_users_4d_mask_is_anded(llama):
     assert not torch.allclose(second, logits(llama, ids)[:, 12:], atol=1e-4)
 
 
-def test_training_gives_the_references_gradients(llama):
+def test_training_gives_the_references_gradients(llama, backend):
     ids, plan = random_ids(2, 40), mixed_plan()
     patch_model(llama, config=plan)
     llama.train()

@@ -17,6 +17,9 @@ from .config import CalibrationConfig
 from .statistics import Progress, output_error_curves
 from .text import CalibrationText, prepare
 
+QUERY_STRIDE = 2
+"""Every second block of 64 queries is measured: their curves are alike, and it saves a quarter of the time."""
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -71,18 +74,26 @@ def plan_from_text(
     """Measure `text` and choose windows within the budget."""
     start = time.perf_counter()
     _, _, kv_heads = head_counts(model)
-    curves = output_error_curves(
-        model, text.measure, config.windows(), sink_tokens=config.sink_tokens, progress=progress
-    )
-    windows = allocate(
-        curves.errors,
-        curves.candidates,
-        config.budget,
-        seq_len=config.seq_len,
-        sink_tokens=config.sink_tokens,
-        kv_heads=kv_heads,
-        granularity=config.granularity,
-    )
+    windows = None
+    for _ in range(1 + config.refine):  # first under full attention, then under the plan chosen so far
+        curves = output_error_curves(
+            model,
+            text.measure,
+            config.windows(),
+            sink_tokens=config.sink_tokens,
+            plan=windows,
+            query_stride=QUERY_STRIDE,
+            progress=progress,
+        )
+        windows = allocate(
+            curves.errors,
+            curves.candidates,
+            config.budget,
+            seq_len=config.seq_len,
+            sink_tokens=config.sink_tokens,
+            kv_heads=kv_heads,
+            granularity=config.granularity,
+        )
     reached = measure(windows, config.seq_len, kv_heads=kv_heads, sink_tokens=config.sink_tokens)
     index = {w: i for i, w in enumerate(curves.candidates)}
     error = sum(curves.errors[layer, head, index[w]] for layer, row in enumerate(windows) for head, w in enumerate(row))

@@ -32,6 +32,8 @@ class CalibrationConfig:
             always a candidate too, and candidates of at least `seq_len` mean just that.
         granularity: what shares one window: "kv_head" (what lets a cache shrink), "head" or "layer".
         objective: "output_error" of method.md §8.
+        refine: how often to measure again with the plan in force and choose anew (default 1; 0 halves the
+            time).
         seq_len: tokens of a calibration sequence (default 2048). Windows are chosen for this length.
         num_sequences: sequences to measure, recall text included.
         sink_tokens: first tokens that stay visible to every query (default 4).
@@ -49,6 +51,7 @@ class CalibrationConfig:
     candidates: str | tuple[int, ...] = "fine"
     granularity: str = "kv_head"
     objective: str = "output_error"
+    refine: int = 1
     seq_len: int = 2048
     num_sequences: int = 8
     sink_tokens: int = 4
@@ -65,6 +68,7 @@ class CalibrationConfig:
         _integer("num_sequences", self.num_sequences, 1, MAX_SEQUENCES)
         _integer("sink_tokens", self.sink_tokens, 0, MAX_SINK_TOKENS)
         _integer("holdout_sequences", self.holdout_sequences, 0, MAX_SEQUENCES)
+        _integer("refine", self.refine, 0, 10)
         _integer("seed", self.seed, 0, 2**63 - 1)
         number = isinstance(self.recall_fraction, (int, float)) and not isinstance(self.recall_fraction, bool)
         if not number or not 0 <= self.recall_fraction <= 1:
@@ -104,6 +108,7 @@ class CalibrationConfig:
             "candidates": [w for w in self.windows() if w is not None],
             "granularity": self.granularity,
             "seq_len": self.seq_len,
+            "refine": self.refine,
             "sink_tokens": self.sink_tokens,
             "recall_fraction": float(self.recall_fraction),
             "holdout_sequences": self.holdout_sequences,

@@ -38,7 +38,8 @@ class CalibrationText:
     Attributes:
         measure: sequences [seq_len] to measure heads on, the data's first, then recall text.
         holdout: sequences of the data that are not among them, to check the patched model with.
-        holdout_recall: (ids, answers) of held-out recall text (evaluation templates); empty without tokenizer.
+        holdout_recall: (ids, answers) of held-out recall text (evaluation templates); empty where `measure`
+            has no recall text.
         sha256: of the token ids of `measure`.
     """
 
@@ -92,16 +93,13 @@ def prepare(
         plain = len(sequences) - held
     measure, holdout = sequences[:plain], sequences[plain : plain + held]
     rest = torch.cat([*sequences[plain + held :], torch.empty(0, dtype=torch.long)]).tolist()
-    made, kept = [], []
-    if tokenizer is not None:
+    made, kept = [], []  # with recall_fraction=0 nothing is asked of recall, at the check either
+    if recall:
         split = min(len(rest), recall * config.seq_len)
-        for count, name, hay, target in (
-            (recall, "calibration", rest[:split], made),
-            (held, "evaluation", rest[split:], kept),
-        ):
-            target += recall_sequences(
-                tokenizer, count, seq_len=config.seq_len, seed=config.seed, split=name, haystack=hay
-            )
+        made, kept = (
+            recall_sequences(tokenizer, count, seq_len=config.seq_len, seed=config.seed, split=name, haystack=hay)
+            for count, name, hay in ((recall, "calibration", rest[:split]), (held, "evaluation", rest[split:]))
+        )
     measure = [*measure, *(item.ids for item in made)]
     digest = hashlib.sha256(np.stack([ids.numpy().astype("<i8") for ids in measure]).tobytes()).hexdigest()
     return CalibrationText(

@@ -29,6 +29,7 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """One flat JSON object; increases are shares (0.01 is 1 %), times are of one forward pass."""
         main = self.text or self.recall
+        assert main is not None  # evaluate() refuses to run on nothing
         result: dict[str, Any] = {
             "ppl": main.ppl,
             "base_ppl": main.base_ppl,

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from ..errors import OperatorError
-from . import eager
+from . import eager, native
 from .sequences import Sequences
+
+logger = logging.getLogger("aah_hf")
 
 
 def windowed_attention(
@@ -76,6 +80,13 @@ def windowed_attention(
         raise OperatorError(
             f"sequences cover [batch, length] = {tuple(sequences.valid.shape)}; expected [{q.shape[0]}, >= {total}]."
         )
+    why = _not_native(q, q_start, sequences, mask, dropout)
+    if why is None:
+        return _native(
+            q, k, v, windows, sink_tokens, scale, softcap, sink_logits, q_start, kv_start, sequences, limit
+        )
+    if why:
+        _say_once(why)
     return eager.forward(
         q,
         k,
@@ -88,6 +99,51 @@ def windowed_attention(
         sequences=sequences,
         mask=mask,
     )
+
+
+def backend(q: Tensor) -> str:
+    """Which operator plain calls with tensors like `q` run: "native" or "eager"."""
+    return "native" if q.device.type == "cpu" and native.available() and native.supports(q) is None else "eager"
+
+
+def _not_native(q: Tensor, q_start: int | Tensor, sequences: Sequences | None, mask: Tensor | None, dropout: float):
+    """Why this call goes to the pure PyTorch operator: None when it does not, "" when there is no news in it."""
+    if q.device.type != "cpu" or not native.available():
+        return ""  # `aah info` says which operator runs, and a failed build has been reported
+    if dropout:
+        return "attention dropout is not part of the native operator"
+    if mask is not None:
+        return "the caller passed an attention mask of its own"
+    if torch.compiler.is_compiling() and (sequences is not None or isinstance(q_start, Tensor)):
+        return ""
+    if sequences is not None and sequences.runs is None:
+        return "there is padding inside a sequence"
+    return native.supports(q)
+
+
+@cache
+def _say_once(why: str) -> None:
+    logger.warning("windowed attention runs in pure PyTorch here, which is slower: %s", why)
+
+
+def _native(q, k, v, windows, sink_tokens, scale, softcap, sink_logits, q_start, kv_start, sequences, limit) -> Tensor:
+    if sequences is None:
+        layout = {"q_start": q_start - kv_start, "start": -kv_start if kv_start else None}
+    else:
+        layout = sequences.arranged(q.shape[2], k.shape[2], q_start, kv_start)
+    out, _ = native.forward(
+        q,
+        k,
+        v,
+        windows,
+        sink_tokens,
+        scale=scale,
+        softcap=softcap,
+        sink_logits=sink_logits,
+        limit=limit,
+        **layout,
+    )
+    return out
 
 
 def _check(q, k, v, windows, sink_tokens, sink_logits, mask, dropout, limit) -> list[int | None]:

@@ -267,7 +267,7 @@ def _masked(q, k, window, heads, options, q_start, kv_start, sequences, mask) ->
         yield Block(None, heads, slice(a, b), (slice(0, kv_len),), seen, may_be_empty=True)
 
 
-def _index(values: tuple[int, ...], device) -> Tensor | list[int]:
+def _index(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device)
 
 

@@ -38,8 +38,9 @@ class Sequences:
             raise OperatorError(
                 f"Sequences needs `valid` and/or `documents` of one shape [batch, length], got {shapes}."
             )
-        self.valid = torch.ones_like(documents, dtype=torch.bool) if valid is None else valid.bool()
+        self.valid = torch.ones_like(given[0], dtype=torch.bool) if valid is None else valid.bool()
         self.documents = documents
+        self._arranged: tuple[tuple, dict] | None = None
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, device: torch.device | str | None = None) -> Sequences:
@@ -99,3 +100,15 @@ class Sequences:
         first[:, 1:] = docs[:, 1:] != docs[:, :-1]
         base = torch.where(first, before, torch.zeros_like(before)).cummax(-1).values
         return torch.empty_like(before).scatter_(-1, order, before - base)
+
+    def arranged(self, q_len: int, kv_len: int, q_start: int, kv_start: int) -> dict:
+        """Arguments of the native operator for these sequences; kept, since all layers of a forward ask alike."""
+        from .native import arrange
+
+        assert self.runs is not None  # padding inside a sequence goes to the pure PyTorch operator
+        key = (q_len, kv_len, q_start, kv_start)
+        if self._arranged is None or self._arranged[0] != key:
+            batch, total = self.valid.shape[0], kv_start + kv_len
+            runs = [Run(run.rows, run.start, min(run.end, total)) for run in self.runs if run.start < total]
+            self._arranged = (key, arrange(runs, batch, q_len, kv_len, q_start=q_start, kv_start=kv_start))
+        return self._arranged[1]
