@@ -101,7 +101,7 @@ def patch(
         str, typer.Option(help="Windows to choose from: fine, coarse, or numbers like 128,512,1024.")
     ] = "fine",
     seq_len: SeqLen = 2048,
-    sequences: Annotated[int, typer.Option(help="Calibration sequences, recall text included.", min=1)] = 8,
+    sequences: Annotated[int, typer.Option(help="Calibration sequences, recall text included.", min=1)] = 4,
     sink_tokens: Annotated[int, typer.Option(help="First tokens that stay visible.", min=0)] = 4,
     seed: Annotated[int, typer.Option(help="Of the recall text.", min=0)] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
@@ -253,6 +253,7 @@ def evaluate_command(
 @app.command()
 @user_errors
 def build(
+    force: Annotated[bool, typer.Option("--force", help="Compile again even if a good library is there.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show the compiler commands.")] = False,
     json_output: Json = False,
     debug: Debug = False,
@@ -263,7 +264,7 @@ def build(
 
     with _progress() as progress:
         path = native_build.build(
-            verbose=verbose, progress=lambda done, total, label: progress.update("compiling", done, total)
+            verbose=verbose, force=force, progress=lambda done, total, label: progress.update("compiling", done, total)
         )
     status = native.status(build_now=True)
     if json_output:

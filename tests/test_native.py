@@ -146,6 +146,23 @@ def test_halves_are_as_close_to_the_truth_as_sdpa(dtype, case):
         )  # float32 rounding, where all cancels
 
 
+@pytest.mark.parametrize("limit", [None, 100])
+@pytest.mark.parametrize("head_dim", [16, 128])
+def test_sequences_of_several_tasks_and_tiles(head_dim, limit):
+    """Longer than the other cases: tasks whose sinks lie in tiles of their own, far before their band."""
+    case = Case(
+        batch=2, kv_heads=1, group=4, head_dim=head_dim, q_len=500, kv_len=500, q_start=0, windows=(1, 30, 200, 10**9),
+        sink_tokens=70, layout="left", limit=limit, softcap=None, sink_logits=True, mask="none", seed=5,
+    )  # fmt: skip
+    t = tensors(case)
+    out, lse = native.forward(t.q, t.k, t.v, case.windows, case.sink_tokens, **arguments(case, t))
+    want, want_lse = truth(case, t)
+    torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-10, atol=1e-10)
+    for a, b in zip(gradients(out, t, t.inputs), gradients(want, t, t.inputs)):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("q_start", [0, 3])
 def test_gradcheck(q_start):
     torch.manual_seed(0)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import transformers
+from torch import Tensor
 
-from ..coverage import measure
+from ..coverage import Windows, measure
 from ..errors import CalibrationError
 from ..families import attention_modules
 from ..plan import AAHConfig, head_counts, text_config
 from .allocation import allocate
 from .config import CalibrationConfig
-from .statistics import Progress, output_error_curves
+from .sensitivity import depth_weights, spread
+from .statistics import ErrorCurves, Progress, output_error_curves
 from .text import CalibrationText, prepare
 
 QUERY_STRIDE = 2
@@ -71,22 +75,28 @@ def calibration_text(
 def plan_from_text(
     model: PreTrainedModel, text: CalibrationText, config: CalibrationConfig, *, progress: Progress | None = None
 ) -> AAHConfig:
-    """Measure `text` and choose windows within the budget."""
+    """Measure `text` and choose windows within the budget.
+
+    A first choice from the curves under full attention; then, with `config.refine`, weights for the depth of
+    the layers, and curves measured with the choice in force, on half of the sequences (method.md §8).
+    """
     start = time.perf_counter()
     _, _, kv_heads = head_counts(model)
-    windows = None
-    for _ in range(1 + config.refine):  # first under full attention, then under the plan chosen so far
-        curves = output_error_curves(
+
+    def observe(sequences: Sequence[Tensor], plan: Windows | None) -> ErrorCurves:
+        return output_error_curves(
             model,
-            text.measure,
+            sequences,
             config.windows(),
             sink_tokens=config.sink_tokens,
-            plan=windows,
+            plan=plan,
             query_stride=QUERY_STRIDE,
             progress=progress,
         )
-        windows = allocate(
-            curves.errors,
+
+    def choose(curves: ErrorCurves, weights: np.ndarray) -> Windows:
+        return allocate(
+            curves.errors * weights[:, None, None],
             curves.candidates,
             config.budget,
             seq_len=config.seq_len,
@@ -94,6 +104,16 @@ def plan_from_text(
             kv_heads=kv_heads,
             granularity=config.granularity,
         )
+
+    curves = observe(text.measure, None)
+    weights = np.ones(len(curves.errors))
+    windows = choose(curves, weights)
+    if config.refine:
+        weights = depth_weights(model, spread(text.measure, 2), windows, curves, progress=progress)
+        windows = choose(curves, weights)
+    for _ in range(config.refine):
+        curves = observe(spread(text.measure, max(2, len(text.measure) // 2)), windows)
+        windows = choose(curves, weights)
     reached = measure(windows, config.seq_len, kv_heads=kv_heads, sink_tokens=config.sink_tokens)
     index = {w: i for i, w in enumerate(curves.candidates)}
     error = sum(curves.errors[layer, head, index[w]] for layer, row in enumerate(windows) for head, w in enumerate(row))
@@ -104,6 +124,7 @@ def plan_from_text(
         "tokens": text.tokens,
         "data_sha256": text.sha256,
         "coverage": {"acr": reached.acr, "causal": reached.causal, "kv": reached.kv},
+        "depth_weights": [round(float(weight), 4) for weight in weights],
         "relative_error": float(error / curves.tokens),
         "model_class": type(model).__name__,
         "model_type": text_config(model).model_type,

@@ -130,6 +130,16 @@ def last_logits(model: Any, score_from: float = 0.5) -> Logits:
     return run
 
 
+def mean_kl(base: Tensor, other: Tensor) -> float:
+    """Mean KL(base ‖ other) in nats over positions; both are logits [positions, vocab]."""
+    total = 0.0
+    for start in range(0, len(base), CHUNK):
+        p = torch.log_softmax(base[start : start + CHUNK].float(), -1)
+        q = torch.log_softmax(other[start : start + CHUNK].to(base.device).float(), -1)
+        total += float((p.exp() * (p - q)).sum(-1).double().sum())
+    return total / len(base)
+
+
 def first_scored(seq_len: int, score_from: float) -> int:
     """Index of the first token whose loss counts; token 0 is never predicted."""
     if seq_len < 2:

@@ -85,7 +85,7 @@ def windowed_attention(
         return _native(
             q, k, v, windows, sink_tokens, scale, softcap, sink_logits, q_start, kv_start, sequences, limit
         )
-    if why:
+    if why and not torch.compiler.is_compiling():
         _say_once(why)
     return eager.forward(
         q,
