@@ -91,9 +91,7 @@ def bench_ops(
                 raise AAHError(f"{name} is {value!r}; choose from {', '.join(known)}.")
     if repeats < 1 or min(seq_lens, default=0) < 1:
         raise AAHError(f"repeats is {repeats} and lengths are {list(seq_lens)}; both must be at least 1.")
-    todo = [
-        (s, n, m, t, d) for s in shapes for n in seq_lens for m in mixes for t in dtypes for d in directions
-    ]
+    todo = [(s, n, m, t, d) for s in shapes for n in seq_lens for m in mixes for t in dtypes for d in directions]
     for index, (shape, seq_len, mix, dtype, direction) in enumerate(todo):
         yield _row(shape, seq_len, mix, dtype, direction, peers, repeats, device)
         if progress is not None:

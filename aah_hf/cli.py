@@ -280,7 +280,9 @@ app.add_typer(bench, name="bench")
 @bench.command("ops")
 @user_errors
 def bench_ops_command(
-    seq_len: Annotated[list[int] | None, typer.Option(help="Lengths; may be repeated. Default 1024, 2048, 4096.")] = None,
+    seq_len: Annotated[
+        list[int] | None, typer.Option(help="Lengths; may be repeated. Default 1024, 2048, 4096.")
+    ] = None,
     shape: Annotated[list[str] | None, typer.Option(help="query/KV heads x head size: 9/3x64, 8/2x128.")] = None,
     windows: Annotated[
         list[str] | None, typer.Option(help="Window mixes: full, 128-full, 64-full, 512-full, 256.")
@@ -320,9 +322,7 @@ def bench_ops_command(
     table = Table("shape", "tokens", "windows", "dtype", "direction", "coverage", *names, title="median ms")
     for row in rows:
         times = (f"{row.milliseconds[n]:.2f}" if n in row.milliseconds else "–" for n in names)
-        table.add_row(
-            row.shape, str(row.seq_len), row.windows, row.dtype, row.direction, f"{row.coverage:.3f}", *times
-        )
+        table.add_row(row.shape, str(row.seq_len), row.windows, row.dtype, row.direction, f"{row.coverage:.3f}", *times)
     out.print(table)
     if overhead:
         out.print("One-query call, µs: " + ", ".join(f"{k} {v:.1f}" for k, v in overhead.items()), highlight=False)

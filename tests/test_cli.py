@@ -54,7 +54,9 @@ def base(tmp_path_factory):
 def patched(base, texts, tmp_path_factory):
     """(directory, printed JSON) of `aah patch`."""
     folder = tmp_path_factory.mktemp("patched") / "model"
-    result = aah("patch", base, "--calib", texts[0], "--budget", "0.5", "--out", folder, "--sequences", "2", *SEQ, "--json")
+    result = aah(
+        "patch", base, "--calib", texts[0], "--budget", "0.5", "--out", folder, "--sequences", "2", *SEQ, "--json"
+    )
     assert result.exit_code == 0, result.output
     return folder, json.loads(result.stdout)
 

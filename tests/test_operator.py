@@ -128,7 +128,7 @@ def test_dropout_replays_the_same_mask_in_backward():
 def test_second_derivative_raises(backend):
     q, k, v = (torch.randn(1, 1, 8, 8, requires_grad=True) for _ in range(3))
     (grad,) = torch.autograd.grad(windowed_attention(q, k, v, [3]).square().sum(), q, create_graph=True)
-    with pytest.raises((RuntimeError, OperatorError), match="once_differentiable|second derivative"):
+    with pytest.raises((RuntimeError, OperatorError), match=r"once_differentiable|second derivative"):
         grad.sum().backward()
 
 

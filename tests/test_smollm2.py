@@ -56,7 +56,10 @@ def test_generation_from_left_padded_prompts_equals_each_prompt_alone(smollm2):
     calibration_text, _ = documentation()
     settings = CalibrationConfig(budget=0.4, granularity="head", seq_len=128, num_sequences=2, candidates=(8, 16, 32))
     tokenizer.padding_side = "left"
-    prompts = ["def fibonacci(n):", "The with statement in Python is used to wrap the execution of a block with methods"]
+    prompts = [
+        "def fibonacci(n):",
+        "The with statement in Python is used to wrap the execution of a block with methods",
+    ]
     try:
         patch_model(model, calibration_text, tokenizer=tokenizer, calibration=settings)
         batch = tokenizer(prompts, return_tensors="pt", padding=True)

@@ -81,7 +81,7 @@ def plan_from_text(
     the layers, and curves measured with the choice in force, on half of the sequences (method.md §8).
     """
     start = time.perf_counter()
-    _, _, kv_heads = head_counts(model)
+    layers, heads, kv_heads = head_counts(model)
 
     def observe(sequences: Sequence[Tensor], plan: Windows | None) -> ErrorCurves:
         return output_error_curves(
@@ -94,7 +94,7 @@ def plan_from_text(
             progress=progress,
         )
 
-    def choose(curves: ErrorCurves, weights: np.ndarray) -> Windows:
+    def choose(curves: ErrorCurves, weights: np.ndarray) -> tuple[tuple[int | None, ...], ...]:
         return allocate(
             curves.errors * weights[:, None, None],
             curves.candidates,
@@ -104,6 +104,10 @@ def plan_from_text(
             kv_heads=kv_heads,
             granularity=config.granularity,
         )
+
+    # a budget that no choice can meet is refused here, before minutes of measuring
+    nothing = np.zeros((layers, heads, len(config.windows())))
+    choose(ErrorCurves(nothing, config.windows(), config.sink_tokens, 1), np.ones(layers))
 
     curves = observe(text.measure, None)
     weights = np.ones(len(curves.errors))

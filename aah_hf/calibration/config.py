@@ -61,10 +61,11 @@ class CalibrationConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", Budget.of(self.budget))
+        budget = Budget.of(self.budget)
+        object.__setattr__(self, "budget", budget)
         _choice("granularity", self.granularity, GRANULARITIES)
         _choice("objective", self.objective, OBJECTIVES)
-        check_granularity(self.budget, self.granularity)
+        check_granularity(budget, self.granularity)
         _integer("seq_len", self.seq_len, 2, MAX_SEQ_LEN)
         _integer("num_sequences", self.num_sequences, 1, MAX_SEQUENCES)
         _integer("sink_tokens", self.sink_tokens, 0, MAX_SINK_TOKENS)
@@ -103,9 +104,10 @@ class CalibrationConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, for a plan's provenance."""
+        budget = Budget.of(self.budget)
         return {
             "objective": self.objective,
-            "budget": {"kind": self.budget.kind, "value": self.budget.value},
+            "budget": {"kind": budget.kind, "value": budget.value},
             "candidates": [w for w in self.windows() if w is not None],
             "granularity": self.granularity,
             "seq_len": self.seq_len,

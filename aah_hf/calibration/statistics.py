@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -158,7 +159,7 @@ class _Collector:
 
         return [product_of(layer) for layer in range(len(self._sums))]
 
-    def _factor(self, layer: int, module: nn.Module, q: Tensor, v: Tensor) -> Tensor:
+    def _factor(self, layer: int, module: Any, q: Tensor, v: Tensor) -> Tensor:
         factors = self._factors[layer]
         if factors is None:
             factors = self._factors[layer] = output_factors(module.o_proj, q.shape[1], v.shape[-1], like=v)
@@ -197,7 +198,7 @@ class _Collector:
         missing = [index for index, sums in enumerate(self._sums) if sums is None]
         if missing:
             raise CalibrationError(f"layers {missing} did not run attention or never reached their residual tap.")
-        sums = np.stack(self._sums)
+        sums = np.stack([sums for sums in self._sums if sums is not None])
         if not np.isfinite(sums).all():
             raise CalibrationError("the model's activations are not finite (NaN or inf); check its weights and dtype.")
         return sums

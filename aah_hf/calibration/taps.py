@@ -81,7 +81,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = mode
 
 
-def forward(model: nn.Module, ids: Tensor) -> None:
+def forward(model: Any, ids: Tensor) -> None:
     """Run the model over one sequence [seq_len] for the sake of its attention layers."""
     core = model.get_base_model() if hasattr(model, "get_base_model") else model
     # the logits of 2048 tokens cost as much as a third of a small model, and nobody reads them

@@ -249,7 +249,8 @@ def _batch(batch: Mapping) -> Iterator[str | list[int]]:
         )
 
 
-def _array(value: Any) -> np.ndarray | list[np.ndarray]:
+def _array(value: Any) -> Any:
+    """A NumPy array, or a list of them for rows of different lengths."""
     if isinstance(value, Tensor):
         return value.detach().cpu().numpy()
     if isinstance(value, Sequence) and value and not _is_int(value[0]):
@@ -257,7 +258,7 @@ def _array(value: Any) -> np.ndarray | list[np.ndarray]:
     return np.asarray(value)
 
 
-def _rows(ids: Tensor | np.ndarray, mask: np.ndarray | None = None) -> Iterator[list[int]]:
+def _rows(ids: Any, mask: np.ndarray | None = None) -> Iterator[list[int]]:
     ids = _array(ids)
     if ids.size and not np.issubdtype(ids.dtype, np.integer):
         raise CalibrationError(

@@ -87,7 +87,8 @@ def compare(
         raise AAHError(f"got {len(sequences)} sequences and {len(masks)} answer masks; expected as many, at least one.")
     if not 0 <= score_from < 1:
         raise AAHError(f"score_from is {score_from}; expected a share of the sequence, 0 <= score_from < 1.")
-    rows, clocks = [], ([], [])
+    rows: list[tuple] = []
+    clocks: tuple[list[float], list[float]] = ([], [])
     for index, (ids, mask) in enumerate(zip(sequences, masks)):
         first = first_scored(len(ids), score_from)
         outputs: list[Tensor] = [torch.empty(0)] * 2
@@ -98,7 +99,7 @@ def compare(
             if outputs[which].is_cuda:
                 torch.cuda.synchronize(outputs[which].device)
             clocks[which].append(time.perf_counter() - start)
-        rows.append(_score(*outputs, ids, first, mask))
+        rows.append(_score(outputs[0], outputs[1], ids, first, mask))
         if progress is not None:
             progress("compare", index + 1, len(sequences))
     base_loss, loss, kl, base_recall, recall = (np.array([row[i] for row in rows]) for i in range(5))
@@ -205,9 +206,10 @@ def concerns(quality: Quality, limits: Limits | None = None) -> list[str]:
         found.append(f"perplexity rises by {quality.increase:.1%} (limit {limits.increase:.0%})")
     if quality.kl > limits.kl:
         found.append(f"predictions drift from the full model by {quality.kl:.3f} nats a token (limit {limits.kl:g})")
-    if quality.recall_nll is not None and quality.recall_nll - quality.base_recall_nll > limits.recall:
+    recall, base = quality.recall_nll, quality.base_recall_nll
+    if recall is not None and base is not None and recall - base > limits.recall:
         found.append(
-            f"recalling facts from far back costs {quality.recall_nll:.2f} nats a token instead of "
-            f"{quality.base_recall_nll:.2f} (limit +{limits.recall:g})"
+            f"recalling facts from far back costs {recall:.2f} nats a token instead of "
+            f"{base:.2f} (limit +{limits.recall:g})"
         )
     return found

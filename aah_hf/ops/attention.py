@@ -82,9 +82,7 @@ def windowed_attention(
         )
     why = _not_native(q, q_start, sequences, mask, dropout)
     if why is None:
-        return _native(
-            q, k, v, windows, sink_tokens, scale, softcap, sink_logits, q_start, kv_start, sequences, limit
-        )
+        return _native(q, k, v, windows, sink_tokens, scale, softcap, sink_logits, q_start, kv_start, sequences, limit)
     if why and not torch.compiler.is_compiling():
         _say_once(why)
     return eager.forward(

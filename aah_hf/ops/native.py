@@ -352,7 +352,7 @@ def forward(
         log-sum-exp [batch, query_heads, q_len], float32 (float64 for float64).
     """
     cu_q, cu_k = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens, cu_seqlens)
-    if cu_q is not None:
+    if cu_q is not None and cu_k is not None:
         cu_q, cu_k = cu_q.to(torch.int32), cu_k.to(torch.int32)
     sequences = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     if isinstance(q_start, int) and q_start == 0:
