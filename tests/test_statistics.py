@@ -385,3 +385,11 @@ def test_a_sequence_longer_than_the_model_is_refused():
     with pytest.raises(CalibrationError, match="512 positions"):
         model = tiny_model(max_position_embeddings=512)
         calibrate(model, random_ids(4, 1024), calibration=CalibrationConfig(seq_len=1024))
+
+
+def test_context_queries_are_not_measured():
+    model, ids = tiny_model(), random_ids(1, 256)[0]
+    late = output_error_curves(model, [ids], CANDIDATES, measure_from=0.5)
+    full = output_error_curves(model, [ids], CANDIDATES)
+    assert late.tokens == 128 and full.tokens == 256
+    assert (late.errors[..., :-1] < full.errors[..., :-1]).all() and (late.errors[..., 0] > 0).all()

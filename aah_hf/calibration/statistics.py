@@ -59,6 +59,7 @@ def output_error_curves(
     sink_tokens: int = 4,
     plan: Sequence[Sequence[int | None]] | None = None,
     query_stride: int = 1,
+    measure_from: float = 0.0,
     progress: Progress | None = None,
 ) -> ErrorCurves:
     """Measure the error curves of method.md §8; the model is left exactly as it was.
@@ -73,6 +74,7 @@ def output_error_curves(
             sequence. Its outputs take `4 · layers · query_heads · seq_len · head_dim` bytes meanwhile.
         query_stride: measure every n-th block of 64 queries (default 1: all). Curves of neighbouring
             queries are alike, so 2 saves a third of the time and moves few windows.
+        measure_from: share of each sequence that is only context (default 0: every query is measured).
         progress: called after every sequence with stage "measure", under a plan "refine".
 
     Raises:
@@ -86,7 +88,7 @@ def output_error_curves(
         raise CalibrationError(f"candidates are {windows}; expected ascending windows and None (full) at the end.")
     if len(sequences) == 0:
         raise CalibrationError("there are no sequences to measure; pass at least one.")
-    collector = _Collector(len(attention_modules(model)), tuple(finite), sink_tokens, query_stride)
+    collector = _Collector(len(attention_modules(model)), tuple(finite), sink_tokens, query_stride, measure_from)
     with undisturbed(model):
         for done, ids in enumerate(sequences, 1):
             if plan is not None:
@@ -124,8 +126,9 @@ def _residual_hook(collector: _Collector, layer: int) -> Callable:
 class _Collector:
     """Sums the error curves of one call, in float64 and in data order."""
 
-    def __init__(self, layers: int, windows: tuple[int, ...], sink_tokens: int, query_stride: int):
-        self.windows, self.sink_tokens, self.query_stride = windows, sink_tokens, query_stride
+    def __init__(self, layers: int, windows: tuple[int, ...], sink_tokens: int, query_stride: int, measure_from: float):
+        self.windows, self.sink_tokens = windows, sink_tokens
+        self.query_stride, self.measure_from = query_stride, measure_from
         self.tokens = 0
         self._sums: list[np.ndarray | None] = [None] * layers
         self._factors: list[Tensor | None] = [None] * layers
@@ -180,6 +183,7 @@ class _Collector:
             scale=scale if scale is not None else q.shape[-1] ** -0.5,
             limit=native_limit(mask),
             query_stride=self.query_stride,
+            measure_from=self.measure_from,
         )
 
     def residual(self, layer: int, x: Tensor) -> None:
@@ -191,7 +195,9 @@ class _Collector:
         sums = (errors / norms).double().sum(-1).cpu().numpy().T  # [query_heads, windows]
         self._sums[layer] = sums if self._sums[layer] is None else self._sums[layer] + sums
         if layer == 0:
-            self.tokens += sum(stop - start for start, stop in _blocks(x.shape[1], self.query_stride))
+            self.tokens += sum(
+                stop - start for start, stop in _blocks(x.shape[1], self.query_stride, self.measure_from)
+            )
 
     def curves(self) -> np.ndarray:
         """[layers, query_heads, windows + 1]; the last column is full attention."""
@@ -224,9 +230,10 @@ def output_factors(o_proj: nn.Module, heads: int, head_dim: int, *, like: Tensor
 QUERY_BLOCK = 64
 
 
-def _blocks(seq_len: int, stride: int) -> list[tuple[int, int]]:
+def _blocks(seq_len: int, stride: int, measure_from: float) -> list[tuple[int, int]]:
     """(start, stop) of the blocks of queries that are measured; the last block is always one of them."""
-    blocks = [(start, min(start + QUERY_BLOCK, seq_len)) for start in range(0, seq_len, QUERY_BLOCK)]
+    first = min(int(seq_len * measure_from), seq_len - 1) // QUERY_BLOCK * QUERY_BLOCK
+    blocks = [(start, min(start + QUERY_BLOCK, seq_len)) for start in range(first, seq_len, QUERY_BLOCK)]
     return blocks[::-1][::stride][::-1]
 
 
@@ -242,6 +249,7 @@ def window_errors(
     target: Tensor | None = None,
     limit: int | None = None,
     query_stride: int = 1,
+    measure_from: float = 0.0,
 ) -> Tensor:
     """Squared output error of every candidate window and of full attention, per head and query.
 
@@ -260,7 +268,7 @@ def window_errors(
         limit: the layer's own sliding window, which hides sink tokens too.
 
     Returns:
-        [windows + 1, query_heads, seq_len] float32; 0 at queries that `query_stride` skips.
+        [windows + 1, query_heads, seq_len] float32; 0 at queries that `query_stride` and `measure_from` skip.
     """
     q, k, v = q.float() * scale, k.float().transpose(1, 2).contiguous(), v.float()
     heads, seq_len, dim = q.shape
@@ -271,7 +279,7 @@ def window_errors(
     errors = torch.zeros(len(windows) + 1, heads, seq_len, device=q.device)
     work = torch.empty(2, heads * QUERY_BLOCK * (seq_len + QUERY_BLOCK), device=q.device)
     q = q.view(-1, group, seq_len, dim)
-    for start, stop in _blocks(seq_len, query_stride):
+    for start, stop in _blocks(seq_len, query_stride, measure_from):
         count = sum(w < stop for w in windows)  # windows that may hide something from this block
         if target is None and (not count or windows[0] + sink_tokens >= stop):
             continue
