@@ -25,6 +25,9 @@ from .plan import CONFIG_KEY, AAHConfig
 
 logger = logging.get_logger(__name__)
 
+PREVIOUS = "aah_previous_implementation"
+"""Attribute of a patched attention module: the implementation that unpatching brings back."""
+
 FAR_BEYOND = 4
 """A plan warns once when it runs at more than this many times the length it was calibrated at."""
 
@@ -88,13 +91,16 @@ class AAHAttention:
         return f"{own}, {windows}" if own else windows
 
 
+_CLASSES: dict[type, type] = {}  # by class, not by name: somebody's own subclass may be called like its parent
+
+
 def aah_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a family's attention class that is an AAHAttention; one per family, importable by name."""
-    name = f"AAH{base.__name__}"
-    if name not in globals():
+    if base not in _CLASSES:
         doc = f"{base.__name__} whose query heads have windows of their own."
-        globals()[name] = type(name, (AAHAttention, base), {"__module__": __name__, "__doc__": doc})
-    return globals()[name]
+        name = f"AAH{base.__name__}"
+        _CLASSES[base] = type(name, (AAHAttention, base), {"__module__": __name__, "__doc__": doc})
+    return _CLASSES[base]
 
 
 def __getattr__(name: str) -> Any:
@@ -116,6 +122,7 @@ def release(module: Any) -> None:
     """Undo `adopt`: the module is again an instance of its family's own class, nothing more."""
     if isinstance(module, AAHAttention):
         del module.aah_layer
+        module.__dict__.pop(PREVIOUS, None)
         _, module.__class__ = type(module).__bases__
 
 
@@ -164,13 +171,11 @@ def aah_attention_forward(
     start: int | Tensor
     dense: Tensor | None
     if isinstance(mask, Tensor):
-        kv_len = min(key.shape[2], mask.shape[-1])
-        dense, start, kv_start, limit, sequences = mask[..., :kv_len], kv_len - query.shape[2], 0, None, None
-        key, value, end = key[:, :, :kv_len], value[:, :, :kv_len], kv_len
+        dense, start, kv_start, limit, sequences = mask, _start_by_mask(mask, query, key), 0, None, None
     else:
         mask.note_packing(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
         dense, start, kv_start, limit, sequences = mask.dense, mask.q_start, mask.kv_start, mask.limit, mask.sequences
-        end = kv_start + key.shape[2] if isinstance(start, Tensor) else start + query.shape[2]
+    end = kv_start + key.shape[2] if isinstance(start, Tensor) else start + query.shape[2]
     _warn_far_beyond(layer, end)
 
     if layer.covers(end) and (isinstance(mask, Tensor) or not mask.leaks):
@@ -196,6 +201,35 @@ def aah_attention_forward(
         dropout=dropout,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _start_by_mask(mask: Tensor, query: Tensor, key: Tensor) -> int | Tensor:
+    """Position of the first query, read off a caller's 4D mask [batch, heads, q_len, kv_len].
+
+    The last query's own key is the last that it sees; the number of keys says nothing, because a static
+    cache hands over its whole buffer.
+    """
+    q_len, kv_len = query.shape[2], key.shape[2]
+    if mask.dim() != 4 or mask.shape[2] != q_len or mask.shape[3] != kv_len:
+        raise OperatorError(
+            f"the 4D attention mask has shape {tuple(mask.shape)} and there are {q_len} queries and {kv_len} keys; "
+            f"expected [batch or 1, heads or 1, {q_len}, {kv_len}]."
+        )
+    if not torch.compiler.is_compiling():
+        _warn_once_of_4d_masks()
+    if q_len == kv_len:
+        return 0
+    last = mask[:, :, -1]
+    seen = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min
+    position = (seen * torch.arange(1, kv_len + 1, device=mask.device)).amax().clamp(min=q_len) - q_len
+    return position if torch.compiler.is_compiling() else int(position)
+
+
+def _warn_once_of_4d_masks() -> None:
+    logger.warning_once(
+        "A 4D attention mask does not say what is padding or where a document begins, so sink tokens are the first "
+        "keys of each row. Pass a 2D mask (padding) or position_ids that restart at 0 (packing) where that matters."
+    )
 
 
 def _refuse(kwargs: dict[str, Any], module: nn.Module) -> None:

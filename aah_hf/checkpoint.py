@@ -8,14 +8,14 @@ here are installed around transformers' own by hooks.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from . import attention
-from .errors import PlanError
+from .errors import AAHError, PlanError
 from .families import attention_modules
 from .plan import CONFIG_KEY, AAHConfig, text_config
 
@@ -68,15 +68,32 @@ def adopt_after_init(original: Any, self: PreTrainedModel) -> None:
 
 def save_with_card(original: Any, self: PreTrainedModel, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """After an ordinary save, write the model card of a patched model (never over somebody's own README)."""
-    if text_config(self)._attn_implementation != CONFIG_KEY:
-        return original(self, save_directory, *args, **kwargs)
-    with _unpacked_gguf(self):
-        result = original(self, save_directory, *args, **kwargs)
-    if args[0] if args else kwargs.get("is_main_process", True):
-        from .report.card import write_card
+    from .report.card import remove_card, write_card
 
-        write_card(self, save_directory)
+    is_main = args[0] if args else kwargs.get("is_main_process", True)
+    patched = text_config(self)._attn_implementation == CONFIG_KEY
+    if patched:
+        _check_plan_in_force(self)
+    with _unpacked_gguf(self) if patched else nullcontext():
+        result = original(self, save_directory, *args, **kwargs)
+    if is_main:
+        try:
+            write_card(self, save_directory) if patched else remove_card(save_directory)
+        except (AAHError, OSError, UnicodeError) as error:  # the checkpoint itself is complete
+            logger.warning(f"The model was saved, but its model card was not: {error}")
     return result
+
+
+def _check_plan_in_force(model: PreTrainedModel) -> None:
+    """Refuse to save a plan that is not what the model runs (a config edited in place, layers removed)."""
+    plan = AAHConfig.from_model(model)
+    plan.check_fits(model)
+    for layer, (name, module) in enumerate(attention_modules(model)):
+        if module.aah_layer.windows != plan.windows[layer] or module.aah_layer.sink_tokens != plan.sink_tokens:
+            raise PlanError(
+                f"`config.{CONFIG_KEY}` says other windows for {name} than it runs with, so nothing was saved. A plan "
+                "cannot be edited in place: put a new one into force with `patch_model(model, config=...)`."
+            )
 
 
 @contextmanager

@@ -32,6 +32,7 @@ class AAHMask:
 
     def __init__(
         self,
+        batch: int,
         q_len: int,
         q_start: int | Tensor,
         kv_start: int,
@@ -41,7 +42,7 @@ class AAHMask:
         padded: bool,
         stock: Callable[[], Tensor | None],
     ) -> None:
-        self.q_len, self.q_start, self.kv_start = q_len, q_start, kv_start
+        self.batch, self.q_len, self.q_start, self.kv_start = batch, q_len, q_start, kv_start
         self.sequences, self.limit, self.dense = sequences, limit, dense
         self.leaks = False
         self._padded, self._make_stock = padded, stock
@@ -89,6 +90,7 @@ class AAHMask:
             restarts = restarts.clone()
             restarts[:, 0] = False
         if bool(restarts.any()):
+            restarts = restarts.expand(self.batch, -1)  # one row of position ids may stand for all
             documents = torch.nn.functional.pad(restarts.long().cumsum(-1), (int(self.q_start), 0))
             self.sequences, self.leaks = Sequences(documents=documents), True
 
@@ -140,15 +142,16 @@ def aah_mask(
         if not tracing and bool(valid.all()):
             valid = None
     documents = None
-    if mask_function is not causal_mask_function and not use_vmap and not tracing:
+    if mask_function is not causal_mask_function and not use_vmap:
         documents = _documents(mask_function, batch_size, total, device)
     return AAHMask(
+        batch=batch_size,
         q_len=q_length,
         q_start=q_offset,
         kv_start=kv_offset,
         sequences=None if valid is None and documents is None else Sequences(valid, documents),
         limit=local_size,
-        dense=stock() if use_vmap or (tracing and mask_function is not causal_mask_function) else None,
+        dense=stock() if use_vmap else None,
         padded=attention_mask is not None,
         stock=stock,
     )
@@ -165,6 +168,6 @@ def _documents(mask_function: Callable, batch_size: int, total: int, device: tor
         return None
     rows, at = torch.arange(batch_size, device=device)[:, None], torch.arange(1, total, device=device)[None]
     sees_previous = torch.as_tensor(mask_function(rows, 0, at, at - 1), device=device).expand(batch_size, total - 1)
-    if bool(sees_previous.all()):
+    if not torch.compiler.is_compiling() and bool(sees_previous.all()):
         return None
     return torch.nn.functional.pad((~sees_previous).long().cumsum(-1), (1, 0))

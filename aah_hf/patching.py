@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-_PREVIOUS = "_aah_previous_implementation"
-
 
 def patch_model(
     model: Any,
@@ -86,12 +84,11 @@ def unpatch_model(model: Any) -> Any:
     base = unwrap(model)
     if not is_patched(base):
         raise PlanError(f"{type(base).__name__} is not patched, so there is nothing to undo.")
-    config = text_config(base)
-    base.set_attn_implementation(getattr(base, _PREVIOUS, "sdpa"))
-    for _, module in attention_modules(base):
+    config, modules = text_config(base), [module for _, module in attention_modules(base)]
+    base.set_attn_implementation(getattr(modules[0], attention.PREVIOUS, "sdpa"))
+    for module in modules:
         attention.release(module)
-    delattr(config, CONFIG_KEY)
-    base.__dict__.pop(_PREVIOUS, None)
+    config.__dict__.pop(CONFIG_KEY, None)
     return model
 
 
@@ -120,28 +117,38 @@ def unwrap(model: Any) -> PreTrainedModel:
 def set_plan(model: PreTrainedModel, plan: AAHConfig) -> None:
     """Put `plan` into force; on any failure the model stays as it was."""
     config = text_config(model)
+    before, old = config._attn_implementation, None
     if is_patched(model):
         logger.info("This model was patched already; its plan is replaced.")
-        before, old = config._attn_implementation, AAHConfig.from_model(model)
-    else:
-        before, old = config._attn_implementation, None
-        object.__setattr__(model, _PREVIOUS, before)
+        old = AAHConfig.from_model(model)
+    elif before == CONFIG_KEY:
+        raise PlanError(
+            "this model shares its config object with a patched model, so both would save one plan. Give it a config "
+            "of its own: build it from copy.deepcopy(config), or load it with from_pretrained."
+        )
+    dormant = getattr(
+        config, CONFIG_KEY, None
+    )  # of a patched checkpoint that was loaded with attn_implementation="sdpa"
     try:
         adopt_model(model, plan)
+        if old is None:
+            for _, module in attention_modules(model):
+                setattr(module, attention.PREVIOUS, before)
         setattr(config, CONFIG_KEY, plan.to_dict())
         model.set_attn_implementation(CONFIG_KEY)
         if config._attn_implementation != CONFIG_KEY:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not let transformers set its attention implementation."
             )
-    except Exception:
+    except BaseException:  # also a keyboard interrupt must not leave a model half patched
         if old is None:
             for _, module in attention_modules(model):
                 attention.release(module)
-            config.__dict__.pop(CONFIG_KEY, None)
-            model.__dict__.pop(_PREVIOUS, None)
         else:
             adopt_model(model, old)
-            setattr(config, CONFIG_KEY, old.to_dict())
+        if dormant is None:
+            config.__dict__.pop(CONFIG_KEY, None)
+        else:
+            setattr(config, CONFIG_KEY, dormant)
         config._attn_implementation = before
         raise

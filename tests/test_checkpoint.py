@@ -261,3 +261,25 @@ def test_a_hook_whose_target_changed_is_an_error_that_names_it(monkeypatch):
     monkeypatch.setattr(hooks, "HOOKS", (bad,))
     with pytest.raises(AAHError, match=r"Changed.to_dict.*no longer takes \['self'\]"):
         hooks.install()
+
+
+def test_a_plan_edited_in_place_is_not_saved(tmp_path):
+    model = patch_model(tiny_model(), config=mixed_plan())
+    model.config.aah["windows"][0][0] = 7
+    with pytest.raises(PlanError, match="cannot be edited in place"):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_card_that_cannot_be_written_does_not_fail_the_save(tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(checkpoint.logger, "warning", warnings.append)
+    (tmp_path / "README.md").mkdir()
+    patch_model(tiny_model(), config=mixed_plan()).save_pretrained(tmp_path)
+    assert is_patched(AutoModelForCausalLM.from_pretrained(tmp_path)) and "model card was not" in warnings[0]
+
+
+def test_saving_an_unpatched_model_removes_our_card(saved):
+    directory, *_ = saved
+    unpatch_model(AutoModelForCausalLM.from_pretrained(directory)).save_pretrained(directory)
+    assert not (directory / "README.md").exists()

@@ -162,3 +162,35 @@ def test_bad_arguments_say_what_is_wrong(change, message):
     }
     with pytest.raises(OperatorError, match=message):
         windowed_attention(**(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"softcap": 0.0}, "softcap is 0.0"),
+        ({"limit": 2.5}, "limit is 2.5"),
+        ({"windows": 3}, "windows is 3"),
+        ({"q_start": torch.tensor([0, 0])}, "q_start has shape"),
+        ({"mask": torch.ones(1, 1, 10, 10, dtype=torch.long)}, "mask is of type torch.int64"),
+    ],
+)
+def test_arguments_that_would_be_misread_are_refused(change, message):
+    q, k, v = torch.zeros(2, 4, 10, 8), torch.zeros(2, 2, 10, 8), torch.zeros(2, 2, 10, 8)
+    with pytest.raises(OperatorError, match=message):
+        windowed_attention(**({"q": q, "k": k, "v": v, "windows": [1, 2, 3, None]} | change))
+
+
+def test_sequences_refuse_what_they_would_misread():
+    with pytest.raises(OperatorError, match="integers"):
+        Sequences(documents=torch.zeros(1, 4))
+    with pytest.raises(OperatorError, match="from 0"):
+        Sequences.from_cu_seqlens(torch.tensor([2, 5, 10]))
+
+
+def test_a_scale_of_zero_and_values_of_another_size_and_numpy_windows(backend):
+    np = pytest.importorskip("numpy")
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 2, 9, 8), torch.randn(1, 1, 9, 8), torch.randn(1, 1, 9, 12)
+    out = windowed_attention(q, k, v, np.array([3, 5]), 1, scale=0.0, sink_logits=torch.zeros(2))
+    truth, _ = reference.attention(q, k, v, [3, 5], 1, scale=0.0, sink_logits=torch.zeros(2))
+    torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=1e-6)

@@ -8,10 +8,19 @@ import pickle
 import pytest
 import torch
 from conftest import HEADS, LAYERS, mixed_plan, random_ids, tiny_model
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, StaticCache
 
 import aah_hf
-from aah_hf import AAHAttention, AAHConfig, AAHError, PlanError, UnsupportedModelError, patch_model, unpatch_model
+from aah_hf import (
+    AAHAttention,
+    AAHConfig,
+    AAHError,
+    OperatorError,
+    PlanError,
+    UnsupportedModelError,
+    patch_model,
+    unpatch_model,
+)
 from aah_hf.ops import reference
 from aah_hf.plan import native_windows
 
@@ -270,3 +279,104 @@ def test_running_far_beyond_the_calibrated_length_warns_once(llama, caplog):
         logits(llama, random_ids(1, 33))
         logits(llama, random_ids(1, 34))
     assert caplog.text.count("calibrated at 8 tokens") == 1
+
+
+def test_a_4d_mask_over_a_static_cache_buffer_says_where_the_queries_are(llama):
+    """The buffer is longer than what was seen: positions come from the mask, not from the number of keys."""
+    patch_model(llama, config=mixed_plan(3))
+    ids = random_ids(2, 30)
+    want = logits(llama, ids)
+    cache = StaticCache(config=llama.config, max_cache_len=64)
+    mask = torch.zeros(1, 1, 30, 64, dtype=torch.bool)
+    mask[..., :30] = torch.ones(30, 30).tril().bool()
+    first = logits(llama, ids[:, :25], attention_mask=mask[:, :, :25], past_key_values=cache)
+    rest = [
+        logits(llama, ids[:, i : i + 1], attention_mask=mask[:, :, i : i + 1], past_key_values=cache)
+        for i in range(25, 30)
+    ]
+    torch.testing.assert_close(torch.cat([first, *rest], 1), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("plan", [mixed_plan(3), AAHConfig(((None,) * HEADS,) * LAYERS)], ids=["windows", "full"])
+def test_a_4d_mask_that_does_not_fit_the_keys_is_refused(llama, plan):
+    patch_model(llama, config=plan)
+    ids = random_ids(2, 30)
+    cache = DynamicCache(config=llama.config)
+    logits(llama, ids[:, :20], past_key_values=cache)
+    narrow = torch.ones(10, 10).tril().bool()[None, None]
+    with pytest.raises(OperatorError, match="10 queries and 30 keys"):
+        logits(llama, ids[:, 20:], attention_mask=narrow, past_key_values=cache)
+    if plan.windows[0][0] is not None:
+        with pytest.raises(OperatorError, match=r"torch.int64; expected bool"):
+            logits(llama, ids, attention_mask=torch.ones(30, 30).tril().long()[None, None])
+
+
+def test_one_row_of_restarting_positions_stands_for_the_batch(llama):
+    patch_model(llama, config=mixed_plan())
+    ids = random_ids(2, 30)
+    positions = torch.cat([torch.arange(13), torch.arange(17)])[None]
+    one = logits(llama, ids, position_ids=positions)
+    assert torch.equal(one, logits(llama, ids, position_ids=positions.expand(2, -1)))
+
+
+def test_packing_under_compile_equals_eager(llama):
+    patch_model(llama, config=mixed_plan(3))
+    ids = random_ids(2, 30)
+    positions = torch.cat([torch.arange(10), torch.arange(20)])[None].expand(2, -1)
+    compiled = torch.compile(llama, backend="eager")
+    torch.testing.assert_close(
+        logits(compiled, ids, position_ids=positions, use_cache=False),
+        logits(llama, ids, position_ids=positions, use_cache=False),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+
+
+def test_a_subclass_named_like_its_parent_keeps_its_own_forward():
+    patch_model(tiny_model(), config=mixed_plan())
+    model, ids = tiny_model(), random_ids(1, 20)
+    parent = type(model.model.layers[0].self_attn)
+
+    class LlamaAttention(parent):
+        def forward(self, *args, **kwargs):
+            out = super().forward(*args, **kwargs)
+            return (out[0] * 2, *out[1:])
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = LlamaAttention
+    before = logits(model, ids)
+    patch_model(model, config=AAHConfig.uniform(model, None))
+    assert torch.equal(logits(model, ids), before)
+    unpatch_model(model)
+    assert torch.equal(logits(model, ids), before) and type(model.model.layers[0].self_attn) is LlamaAttention
+
+
+def test_two_models_with_one_config_object_cannot_both_be_patched(llama):
+    other = type(llama)(copy.copy(llama.config))
+    other.config = other.model.config = llama.config
+    patch_model(llama, config=mixed_plan(1))
+    with pytest.raises(PlanError, match="shares its config object"):
+        patch_model(other, config=mixed_plan(2))
+    assert AAHConfig.from_model(llama) == mixed_plan(1) and not aah_hf.is_patched(other)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_an_interrupt_while_patching_leaves_the_model_as_it_was(llama, monkeypatch, patched):
+    if patched:
+        patch_model(llama, config=mixed_plan(5))
+    before = copy.deepcopy(llama.config.to_dict()), [type(m) for m in llama.modules()], repr(llama)
+
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(llama), "set_attn_implementation", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        patch_model(llama, config=mixed_plan(6))
+    assert before == (llama.config.to_dict(), [type(m) for m in llama.modules()], repr(llama))
+
+
+def test_patching_the_inner_model_and_unpatching_the_outer_restores_its_implementation():
+    model = tiny_model(attn_implementation="eager")
+    patch_model(model.model, config=mixed_plan())
+    unpatch_model(model)
+    assert model.config._attn_implementation == "eager"

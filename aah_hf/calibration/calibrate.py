@@ -55,7 +55,7 @@ def calibrate(
         CalibrationError: unusable data or settings, or a budget that cannot be met.
         UnsupportedModelError: the model's family is not supported.
     """
-    config = calibration or CalibrationConfig()
+    config = CalibrationConfig.of(calibration)
     attention_modules(model)  # refuses what cannot be patched before any text is read
     text = calibration_text(model, calib_data, config, tokenizer=tokenizer)
     return plan_from_text(model, text, config, progress=progress)
@@ -65,6 +65,10 @@ def calibration_text(
     model: PreTrainedModel, calib_data: Any, config: CalibrationConfig, *, tokenizer: Any = None
 ) -> CalibrationText:
     """The sequences that `calibrate` measures, and the held-out ones that the patched model is checked with."""
+    if tokenizer is not None and not callable(tokenizer):
+        raise CalibrationError(
+            f"tokenizer is {tokenizer!r}; pass the object, AutoTokenizer.from_pretrained(...), not its name."
+        )
     longest = getattr(text_config(model), "max_position_embeddings", None)
     if longest is not None and config.seq_len > longest:
         raise CalibrationError(

@@ -32,7 +32,7 @@ def calibrate_and_check(
     Raises:
         As `calibrate`.
     """
-    config = calibration or CalibrationConfig()
+    config = CalibrationConfig.of(calibration)
     text = calibration_text(model, calib_data, config, tokenizer=tokenizer)
     plan = plan_from_text(model, text, config, progress=progress)
     if not text.holdout and not text.holdout_recall:

@@ -86,6 +86,15 @@ class CalibrationConfig:
                 f"candidates=({max(1, self.seq_len // 4)}, {max(1, self.seq_len // 2)}), or a longer seq_len."
             )
 
+    @classmethod
+    def of(cls, value: CalibrationConfig | None) -> CalibrationConfig:
+        """The settings as they are; None means the defaults."""
+        if value is not None and not isinstance(value, CalibrationConfig):
+            raise CalibrationError(
+                f"calibration is a {type(value).__name__}; pass a CalibrationConfig, such as CalibrationConfig(budget=0.5)."
+            )
+        return value or cls()
+
     def windows(self) -> tuple[int | None, ...]:
         """The candidates at `seq_len`: ascending integers below it, then None (full attention)."""
         if isinstance(self.candidates, str):

@@ -222,6 +222,8 @@ def output_factors(o_proj: nn.Module, heads: int, head_dim: int, *, like: Tensor
     factors = []
     for rows in eye.split(head_dim):
         weight = o_proj(rows).double() - bias
+        if not torch.isfinite(weight).all():
+            raise CalibrationError("an output projection holds NaN or inf; check the model's weights and dtype.")
         values, vectors = torch.linalg.eigh(weight @ weight.T)  # not Cholesky: the slice may be rank-deficient
         factors.append(vectors * values.clamp_min(0).sqrt())
     return torch.stack(factors).float()
@@ -274,10 +276,10 @@ def window_errors(
     heads, seq_len, dim = q.shape
     group = heads // k.shape[0]
     # zero rows in front: the rings of a block's first queries reach before the first key
-    values = torch.zeros(heads, QUERY_BLOCK - 1 + seq_len, dim, device=q.device)
+    values = torch.zeros(heads, QUERY_BLOCK - 1 + seq_len, dim, dtype=torch.float32, device=q.device)
     torch.matmul(v.repeat_interleave(group, 0), factors.to(q.device), out=values[:, QUERY_BLOCK - 1 :])
-    errors = torch.zeros(len(windows) + 1, heads, seq_len, device=q.device)
-    work = torch.empty(2, heads * QUERY_BLOCK * (seq_len + QUERY_BLOCK), device=q.device)
+    errors = torch.zeros(len(windows) + 1, heads, seq_len, dtype=torch.float32, device=q.device)
+    work = torch.empty(2, heads * QUERY_BLOCK * (seq_len + QUERY_BLOCK), dtype=torch.float32, device=q.device)
     q = q.view(-1, group, seq_len, dim)
     for start, stop in _blocks(seq_len, query_stride, measure_from):
         count = sum(w < stop for w in windows)  # windows that may hide something from this block
@@ -323,8 +325,8 @@ def _nested_outputs(
         by_distance[..., : stop - limit] = -torch.inf
 
     outputs: list[Tensor] = []
-    top = torch.full((heads, block, 1), _LOWEST, device=rows.device)
-    total, summed = torch.zeros_like(top), torch.zeros(heads, block, values.shape[2], device=rows.device)
+    top = torch.full((heads, block, 1), _LOWEST, dtype=rows.dtype, device=rows.device)
+    total, summed = torch.zeros_like(top), rows.new_zeros(heads, block, values.shape[2])
     if sinks:
         sink_scores = scores[:, :, pad : pad + sinks].clone()
         positions = torch.arange(stop - block, stop, device=rows.device)

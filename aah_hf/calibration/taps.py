@@ -51,7 +51,9 @@ def products(model: nn.Module, per_layer: Sequence[Product]) -> Iterator[None]:
     modules = [module for _, module in attention_modules(model)]
     if any(_PRODUCT in module.__dict__ for module in modules):
         raise CalibrationError("this model is being calibrated already (in another thread?); wait for that to end.")
-    configs = list({id(module.config): module.config for module in modules}.values())
+    configs: list[Any] = list({id(module.config): module.config for module in modules}.values())
+    if any(config._attn_implementation == TAP for config in configs):
+        raise CalibrationError("another model with the same config object is being calibrated; wait for that to end.")
     before = [config._attn_implementation for config in configs]
     try:
         for module, product in zip(modules, per_layer):
@@ -72,7 +74,9 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every module's mode and the random generators come back as they were."""
     modes = [(module, module.training) for module in model.modules()]
     device = next(model.parameters()).device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+    devices = [device] if device.type == "cuda" else []
+    # the caller's autocast would measure another model than the one that is patched
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
             model.eval()
             yield
@@ -81,12 +85,17 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
                 module.training = mode
 
 
+def input_device(model: Any) -> torch.device:
+    """Where token ids go; accelerate moves them on by itself where weights are offloaded (and `meta`)."""
+    return torch.device("cpu") if model.device.type == "meta" else model.device
+
+
 def forward(model: Any, ids: Tensor) -> None:
     """Run the model over one sequence [seq_len] for the sake of its attention layers."""
     core = model.get_base_model() if hasattr(model, "get_base_model") else model
     # the logits of 2048 tokens cost as much as a third of a small model, and nobody reads them
     extra = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(core.forward).parameters else {}
-    model(input_ids=ids[None].to(model.device), use_cache=False, **extra)
+    model(input_ids=ids[None].to(input_device(model)), use_cache=False, **extra)
 
 
 def full_product(

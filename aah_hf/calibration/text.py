@@ -214,7 +214,7 @@ def _item(item: Any) -> Iterator[str | list[int]]:
     elif isinstance(item, Sequence) and not isinstance(item, (bytes, bytearray)):
         if all(_is_int(x) for x in item):
             yield list(map(int, item))
-        elif len(item) == 1 or all(isinstance(x, str) or (isinstance(x, list) and all(map(_is_int, x))) for x in item):
+        elif len(item) == 1 or all(isinstance(x, str) or (isinstance(item, list) and _is_ids(x)) for x in item):
             for part in item:  # what a DataLoader makes of a list of texts, or of a TensorDataset of one tensor
                 yield from _item(part)
         else:
@@ -231,7 +231,12 @@ def _batch(batch: Mapping) -> Iterator[str | list[int]]:
     if "input_ids" in batch:
         ids = _array(batch["input_ids"])
         if isinstance(ids, list):  # rows of different lengths
-            masks = batch.get("attention_mask") or [None] * len(ids)
+            masks = batch.get("attention_mask")
+            masks = [None] * len(ids) if masks is None else masks
+            if len(masks) != len(ids):
+                raise CalibrationError(
+                    f"input_ids has {len(ids)} rows and attention_mask {len(masks)}; they must be alike."
+                )
             for row, mask in zip(ids, masks):
                 yield from _rows(row, None if mask is None else np.asarray(mask))
         else:
@@ -253,6 +258,8 @@ def _array(value: Any) -> Any:
     """A NumPy array, or a list of them for rows of different lengths."""
     if isinstance(value, Tensor):
         return value.detach().cpu().numpy()
+    if isinstance(value, (str, bytes)):
+        raise CalibrationError(f"token ids are the string {value[:40]!r}; put text under `text`, or tokenise it.")
     if isinstance(value, Sequence) and value and not _is_int(value[0]):
         return [_array(row) for row in value]
     return np.asarray(value)
@@ -273,6 +280,10 @@ def _rows(ids: Any, mask: np.ndarray | None = None) -> Iterator[list[int]]:
     for row, kept in zip(rows, keep):
         if kept.any():
             yield row[kept].tolist()
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_int, value))
 
 
 def _is_int(value: Any) -> bool:

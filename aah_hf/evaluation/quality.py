@@ -126,7 +126,8 @@ def last_logits(model: Any, score_from: float = 0.5) -> Logits:
 
     def run(ids: Tensor) -> Tensor:
         keep = ids.shape[1] - first_scored(ids.shape[1], score_from) + 1
-        return model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=keep).logits
+        device = "cpu" if model.device.type == "meta" else model.device  # offloaded: accelerate moves inputs itself
+        return model(input_ids=ids.to(device), use_cache=False, logits_to_keep=keep).logits
 
     return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
 from functools import cache
 
@@ -61,10 +62,12 @@ def windowed_attention(
     Raises:
         OperatorError: shapes, dtypes or values do not fit together.
     """
-    windows = _check(q, k, v, windows, sink_tokens, sink_logits, mask, dropout, limit)
+    windows = _check(q, k, v, windows, sink_tokens, softcap, sink_logits, mask, dropout, limit)
     total = kv_start + k.shape[2]
     if q_start is None:
         q_start = total - q.shape[2]
+    if isinstance(q_start, Tensor) and q_start.numel() != 1:
+        raise OperatorError(f"q_start has shape {tuple(q_start.shape)}; expected one position, the same for all rows.")
     if isinstance(q_start, Tensor) and not torch.compiler.is_compiling():
         q_start = int(q_start)
     if isinstance(q_start, int):
@@ -80,7 +83,7 @@ def windowed_attention(
         raise OperatorError(
             f"sequences cover [batch, length] = {tuple(sequences.valid.shape)}; expected [{q.shape[0]}, >= {total}]."
         )
-    why = _not_native(q, q_start, sequences, mask, dropout)
+    why = _not_native(q, v, q_start, sequences, mask, dropout)
     if why is None:
         return _native(q, k, v, windows, sink_tokens, scale, softcap, sink_logits, q_start, kv_start, sequences, limit)
     if why and not torch.compiler.is_compiling():
@@ -104,9 +107,11 @@ def backend(q: Tensor) -> str:
     return "native" if q.device.type == "cpu" and native.available() and native.supports(q) is None else "eager"
 
 
-def _not_native(q: Tensor, q_start: int | Tensor, sequences: Sequences | None, mask: Tensor | None, dropout: float):
+def _not_native(
+    q: Tensor, v: Tensor, q_start: int | Tensor, sequences: Sequences | None, mask: Tensor | None, dropout: float
+):
     """Why this call goes to the pure PyTorch operator: None when it does not, "" when there is no news in it."""
-    if q.device.type != "cpu" or not native.available():
+    if q.device.type != "cpu" or v.shape[-1] != q.shape[-1] or not native.available():
         return ""  # `aah info` says which operator runs, and a failed build has been reported
     if dropout:
         return "attention dropout is not part of the native operator"
@@ -144,7 +149,7 @@ def _native(q, k, v, windows, sink_tokens, scale, softcap, sink_logits, q_start,
     return out
 
 
-def _check(q, k, v, windows, sink_tokens, sink_logits, mask, dropout, limit) -> list[int | None]:
+def _check(q, k, v, windows, sink_tokens, softcap, sink_logits, mask, dropout, limit) -> list[int | None]:
     if (
         q.dim() != 4
         or k.dim() != 4
@@ -161,7 +166,11 @@ def _check(q, k, v, windows, sink_tokens, sink_logits, mask, dropout, limit) -> 
     heads, kv_heads = q.shape[1], k.shape[1]
     if kv_heads == 0 or heads % kv_heads:
         raise OperatorError(f"{heads} query heads cannot share {kv_heads} KV heads evenly.")
-    result = windows.tolist() if isinstance(windows, Tensor) else list(windows)
+    if isinstance(windows, (int, str)):
+        raise OperatorError(f"windows is {windows!r}; expected one window per query head.")
+    given = windows.tolist() if isinstance(windows, Tensor) else list(windows)
+    # NumPy's integers count as integers, booleans do not
+    result = [operator.index(w) if hasattr(w, "__index__") and not isinstance(w, bool) else w for w in given]
     if len(result) != heads:
         raise OperatorError(f"{len(result)} windows were given for {heads} query heads; give one per head.")
     for head, window in enumerate(result):
@@ -169,7 +178,9 @@ def _check(q, k, v, windows, sink_tokens, sink_logits, mask, dropout, limit) -> 
             raise OperatorError(f"windows[{head}] is {window!r}; expected an integer >= 1, or None for full attention.")
     if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
         raise OperatorError(f"sink_tokens is {sink_tokens!r}; expected an integer >= 0.")
-    if limit is not None and limit < 1:
+    if softcap is not None and not softcap > 0:
+        raise OperatorError(f"softcap is {softcap!r}; expected a number > 0, or None for no cap.")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise OperatorError(f"limit is {limit!r}; expected a window >= 1, or None.")
     if not 0.0 <= dropout < 1.0:
         raise OperatorError(f"dropout is {dropout!r}; expected 0 <= dropout < 1.")
@@ -181,6 +192,10 @@ def _check(q, k, v, windows, sink_tokens, sink_logits, mask, dropout, limit) -> 
             raise OperatorError(
                 f"mask has shape {tuple(mask.shape)}; expected [{q.shape[0]} or 1, {heads} or 1, {q.shape[2]}, "
                 f">= {k.shape[2]}]."
+            )
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise OperatorError(
+                f"mask is of type {mask.dtype}; expected bool (True is seen) or a floating type (added)."
             )
         if mask.requires_grad:
             raise OperatorError("mask requires a gradient, which windowed attention does not compute; detach it.")

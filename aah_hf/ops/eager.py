@@ -153,7 +153,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, block: 
 def _attend_with_logits(q, k, v, sink_logits, mask, causal, options: Options) -> Tensor:
     """The cases SDPA has no argument for: capped scores (gemma2) and learned sink logits (gpt_oss)."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * (options.scale or q.shape[-1] ** -0.5)
+    scores = (
+        q.to(wide) @ k.to(wide).transpose(-1, -2) * (q.shape[-1] ** -0.5 if options.scale is None else options.scale)
+    )
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if causal:

@@ -38,6 +38,8 @@ class Sequences:
             raise OperatorError(
                 f"Sequences needs `valid` and/or `documents` of one shape [batch, length], got {shapes}."
             )
+        if documents is not None and (documents.is_floating_point() or documents.is_complex()):
+            raise OperatorError(f"documents are of type {documents.dtype}; expected integers.")
         self.valid = torch.ones_like(given[0], dtype=torch.bool) if valid is None else valid.bool()
         self.documents = documents
         self._arranged: tuple[tuple, dict] | None = None
@@ -46,7 +48,7 @@ class Sequences:
     def from_cu_seqlens(cls, cu_seqlens: Tensor, device: torch.device | str | None = None) -> Sequences:
         """One packed row [1, total] from cumulative lengths [documents + 1] (0 first, total last)."""
         lengths = torch.as_tensor(cu_seqlens).diff()
-        if lengths.numel() == 0 or bool((lengths < 0).any()):
+        if lengths.numel() == 0 or int(cu_seqlens[0]) != 0 or bool((lengths < 0).any()):
             raise OperatorError(f"cu_seqlens must ascend from 0, got {torch.as_tensor(cu_seqlens).tolist()}.")
         documents = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
         return cls(documents=documents[None].to(device=device))

@@ -27,7 +27,7 @@ def write_card(model: PreTrainedModel, directory: str | os.PathLike) -> Path | N
         Its path, or None where a README stands that aah_hf did not write: that one is left alone.
     """
     path = Path(directory) / "README.md"
-    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
+    if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return None
     text = str(render_card(model))
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".README-", suffix=".md")
@@ -40,6 +40,13 @@ def write_card(model: PreTrainedModel, directory: str | os.PathLike) -> Path | N
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
+
+
+def remove_card(directory: str | os.PathLike) -> None:
+    """Delete a card of ours from a directory that now holds an unpatched model."""
+    path = Path(directory) / "README.md"
+    if path.is_file() and MARK in path.read_text(encoding="utf-8", errors="replace"):
+        path.unlink()
 
 
 def render_card(model: PreTrainedModel) -> ModelCard:
