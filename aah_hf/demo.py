@@ -117,7 +117,7 @@ def run_demo(
     Args:
         seq_len: tokens per sequence.
         budget: causal coverage that the windows may use, 0 < budget <= 1.
-        calibration_sequences: half documentation, half recall text.
+        calibration_sequences: a quarter documentation, the rest recall text (the default of calibration).
         sequences: held-out sequences scored, so many of documentation and of recall text.
         new_tokens: tokens to generate.
         progress: called with (stage, done, total).

@@ -256,7 +256,7 @@ def test_recall_text_that_does_not_fit_says_so():
 
 
 def test_half_of_the_sequences_are_recall_text_and_some_are_held_out():
-    config = CalibrationConfig(seq_len=512, num_sequences=6, holdout_sequences=2)
+    config = CalibrationConfig(seq_len=512, num_sequences=6, holdout_sequences=2, recall_fraction=0.5)
     data = [" ".join(str(i) for i in range(20_000))]
     text = prepare(data, config, tokenizer=Bytes(), vocab_size=258)
     assert len(text.measure) == 6 and text.recall_count == 3 and text.tokens == 6 * 512

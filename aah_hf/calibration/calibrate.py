@@ -85,7 +85,7 @@ def plan_from_text(
     """Measure `text` and choose windows within the budget.
 
     A first choice from the curves under full attention; then, with `config.refine`, weights for the depth of
-    the layers, and curves measured with the choice in force, on half of the sequences (method.md §8).
+    the layers, and curves measured with the choice in force, on three quarters of the sequences (method.md §8).
     """
     start = time.perf_counter()
     layers, heads, kv_heads = head_counts(model)
@@ -124,7 +124,7 @@ def plan_from_text(
         weights = depth_weights(model, spread(text.measure, 2), windows, curves, progress=progress)
         windows = choose(curves, weights)
     for _ in range(config.refine):
-        curves = observe(spread(text.measure, max(2, len(text.measure) // 2)), windows)
+        curves = observe(spread(text.measure, max(2, 3 * len(text.measure) // 4)), windows)
         windows = choose(curves, weights)
     reached = measure(windows, config.seq_len, kv_heads=kv_heads, sink_tokens=config.sink_tokens)
     index = {w: i for i, w in enumerate(curves.candidates)}

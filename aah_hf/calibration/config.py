@@ -39,7 +39,7 @@ class CalibrationConfig:
             eight do, more guard against unusual ones).
         sink_tokens: first tokens that stay visible to every query (default 4).
         recall_fraction: share of the sequences that are recall text (facts scattered through a haystack,
-            asked at its end; default 0.5). Needs a tokenizer; without one the data is used alone.
+            asked at its end; default 0.75: it loses most). Needs a tokenizer; without one the data is used alone.
         holdout_sequences: sequences of the data that are kept aside to check the patched model with, and as
             many of recall text (default 1; 0 skips the check).
         seed: of the recall text and of everything else that is drawn.
@@ -56,7 +56,7 @@ class CalibrationConfig:
     seq_len: int = 2048
     num_sequences: int = 4
     sink_tokens: int = 4
-    recall_fraction: float = 0.5
+    recall_fraction: float = 0.75
     holdout_sequences: int = 1
     seed: int = 0
 

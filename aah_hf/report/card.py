@@ -12,7 +12,6 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
-from ..attention import LayerWindows
 from ..plan import AAHConfig, coverage_of
 
 MARK = "<!-- written by aah_hf;"
@@ -73,7 +72,7 @@ def render_card(model: PreTrainedModel) -> ModelCard:
         version=__version__,
         sink_tokens=plan.sink_tokens,
         layers=[
-            {"index": i, "windows": str(LayerWindows(windows, plan.sink_tokens))}
+            {"index": i, "windows": ", ".join("full" if w is None else str(w) for w in windows)}
             for i, windows in enumerate(plan.windows)
         ],
         coverages=[coverage_of(plan, model, n) for n in lengths],
@@ -90,7 +89,17 @@ def template_path() -> Path:
 
 
 def _rows(values: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(_quote(name), _quote(f"{v:.4g}" if isinstance(v, float) else v)) for name, v in values.items()]
+    return [(_quote(name), _quote(_plain(value))) for name, value in values.items()]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_plain, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(item)}" for name, item in value.items())
+    return str(value)
 
 
 def _quote(value: Any) -> str:
