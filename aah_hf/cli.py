@@ -59,7 +59,7 @@ def demo(
     out_dir: Annotated[Path, typer.Option("--out", help="Where the checkpoint goes.")] = Path("aah-demo"),
     seq_len: SeqLen = 2048,
     budget: Annotated[float, typer.Option(help="Causal coverage that the windows may use.")] = 0.46,
-    sequences: Annotated[int, typer.Option(help="Held-out sequences scored, of each kind of text.", min=1)] = 3,
+    sequences: Annotated[int, typer.Option(help="Held-out sequences scored, of each kind of text.", min=1)] = 2,
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:

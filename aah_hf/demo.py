@@ -107,7 +107,7 @@ def run_demo(
     seq_len: int = 2048,
     budget: float = 0.46,
     calibration_sequences: int = 4,
-    sequences: int = 3,
+    sequences: int = 2,
     new_tokens: int = 80,
     progress: Progress | None = None,
     say: Callable[[str], None] = lambda text: None,
