@@ -163,7 +163,7 @@ def aah_attention_forward(
             raise OperatorError(
                 f"{query.shape[2]} queries over {key.shape[2]} keys came without a mask, so their positions are "
                 "unknown (continuous batching does this). Use `generate()`, or "
-                "`model.set_attn_implementation('sdpa')` for full attention."
+                "`model.set_attn_implementation('sdpa')` (or 'eager') for full attention."
             )
         attention_mask = aah_mask(query.shape[0], query.shape[2], key.shape[2], device=query.device)
 
@@ -178,7 +178,9 @@ def aah_attention_forward(
     end = kv_start + key.shape[2] if isinstance(start, Tensor) else start + query.shape[2]
     _warn_far_beyond(layer, end)
 
-    if layer.covers(end) and (isinstance(mask, Tensor) or not mask.leaks):
+    rules = score_rules(kwargs)
+    # SDPA has no argument for those, and a family's own eager attention would build T×T scores
+    if not rules and layer.covers(end) and (isinstance(mask, Tensor) or not mask.leaks):
         stock = mask if isinstance(mask, Tensor) else mask.stock()
         return sdpa_attention_forward(module, query, key, value, stock, dropout=dropout, scaling=scaling, **kwargs)
 
@@ -199,8 +201,18 @@ def aah_attention_forward(
         limit=limit,
         mask=dense,
         dropout=dropout,
+        **rules,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def score_rules(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a family does to the scores, as arguments of `windowed_attention`.
+
+    gemma2 caps them (`softcap`), gpt_oss has a learned logit per query head (`s_aux`).
+    """
+    names = {"softcap": "softcap", "s_aux": "sink_logits"}
+    return {ours: kwargs[theirs] for theirs, ours in names.items() if kwargs.get(theirs) is not None}
 
 
 def _start_by_mask(mask: Tensor, query: Tensor, key: Tensor) -> int | Tensor:
@@ -238,11 +250,9 @@ def _refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
             "output_attentions=True is not available with per-head windows: the weights are never built. "
             "Load the model with attn_implementation='eager' to look at them."
         )
-    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+    for name in ("position_bias", "head_mask"):
         if kwargs.get(name) is not None:
-            raise AAHError(
-                f"{type(module).__name__} passes `{name}` to attention, which per-head windows do not do yet."
-            )
+            raise AAHError(f"{type(module).__name__} passes `{name}` to attention, which per-head windows do not do.")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise AAHError("per-head windows are causal and the model asked for bidirectional attention (is_causal=False).")
     unknown = sorted(name for name, value in kwargs.items() if name not in _HARMLESS and value is not None)

@@ -85,7 +85,9 @@ def unpatch_model(model: Any) -> Any:
     if not is_patched(base):
         raise PlanError(f"{type(base).__name__} is not patched, so there is nothing to undo.")
     config, modules = text_config(base), [module for _, module in attention_modules(base)]
-    base.set_attn_implementation(getattr(modules[0], attention.PREVIOUS, "sdpa"))
+    previous = getattr(modules[0], attention.PREVIOUS, None)
+    # without a request transformers chooses SDPA, and eager attention for families that SDPA cannot serve
+    base.set_attn_implementation(previous or base.get_correct_attn_implementation(None))
     for module in modules:
         attention.release(module)
     config.__dict__.pop(CONFIG_KEY, None)

@@ -95,10 +95,10 @@ def evaluate(
 
 def full_attention(model: PreTrainedModel, score_from: float = 0.5) -> Logits:
     """Logits of a model's weights with full attention, whatever it is patched with."""
-    run = last_logits(model, score_from)
+    run, stock = last_logits(model, score_from), model.get_correct_attn_implementation(None)
 
     def full(ids: Tensor) -> Tensor:
-        with implementation(model, "sdpa"):
+        with implementation(model, stock):
             return run(ids)
 
     return full
