@@ -227,14 +227,27 @@ def _start_by_mask(mask: Tensor, query: Tensor, key: Tensor) -> int | Tensor:
             f"the 4D attention mask has shape {tuple(mask.shape)} and there are {q_len} queries and {kv_len} keys; "
             f"expected [batch or 1, heads or 1, {q_len}, {kv_len}]."
         )
-    if not torch.compiler.is_compiling():
-        _warn_once_of_4d_masks()
-    if q_len == kv_len:
-        return 0
-    last = mask[:, :, -1]
-    seen = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min
-    position = (seen * torch.arange(1, kv_len + 1, device=mask.device)).amax().clamp(min=q_len) - q_len
-    return position if torch.compiler.is_compiling() else int(position)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise OperatorError(
+            f"the 4D attention mask is of type {mask.dtype}; expected bool (True is seen) or a floating type (added)."
+        )
+
+    def seen(part: Tensor) -> Tensor:
+        return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min
+
+    start: int | Tensor = 0
+    if q_len != kv_len:
+        start = (seen(mask[:, :, -1]) * torch.arange(1, kv_len + 1, device=mask.device)).amax().clamp(min=q_len) - q_len
+    if torch.compiler.is_compiling():
+        return start
+    start = int(start)
+    _warn_once_of_4d_masks()
+    if bool(seen(mask.diagonal(start + 1, 2, 3)).any()):
+        raise OperatorError(
+            "the 4D attention mask lets a query see the key after it (image tokens of multimodal models do), and "
+            "per-head windows are causal. Pass `mask.tril()` if that is what you mean."
+        )
+    return start
 
 
 def _warn_once_of_4d_masks() -> None:

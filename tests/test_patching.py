@@ -8,7 +8,15 @@ import pickle
 import pytest
 import torch
 from conftest import HEADS, LAYERS, mixed_plan, random_ids, tiny_model
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, StaticCache
+from transformers import (
+    DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    SiglipVisionConfig,
+    StaticCache,
+)
 
 import aah_hf
 from aah_hf import (
@@ -30,19 +38,20 @@ def logits(model, ids, **kwargs):
         return model(ids, **kwargs).logits
 
 
-def dense_logits(model, plan, ids):
+def dense_logits(model, plan, ids, **kwargs):
     """The same windows through transformers' own eager-style masks: one 4D mask per head and layer."""
     register_dense(plan, model)
     model = copy.deepcopy(model)
     model.set_attn_implementation("test_dense")
-    return logits(model, ids, use_cache=False)
+    return logits(model, ids, use_cache=False, **kwargs)
 
 
 def register_dense(plan, model):
     limits = native_windows(model)
 
     def attention(module, query, key, value, mask, scaling=None, softcap=None, s_aux=None, **kwargs):
-        layer, limit = plan.windows[module.layer_idx], limits[module.layer_idx]
+        layer = plan.windows[module.layer_idx]
+        limit = limits[module.layer_idx] if mask is None else None  # a 4D mask takes the place of the layer's own
         full = [w if w is not None else key.shape[2] for w in layer]
         out, _ = reference.attention(
             query,
@@ -52,6 +61,7 @@ def register_dense(plan, model):
             plan.sink_tokens,
             scale=scaling,
             limit=limit,
+            mask=mask,
             softcap=softcap,
             sink_logits=s_aux,
         )
@@ -154,6 +164,20 @@ def test_a_users_4d_mask_is_anded(llama):
         logits(llama, ids, attention_mask=additive, position_ids=torch.arange(24)[None])[:, 12:], second
     )
     assert not torch.allclose(second, logits(llama, ids)[:, 12:], atol=1e-4)
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_4d_masks_equal_the_reference_in_every_family(family_model, additive):
+    ids = random_ids(2, 30)
+    mask = torch.rand(2, 1, 30, 30, generator=torch.Generator().manual_seed(0)) < 0.7
+    mask = mask.tril() | torch.eye(30, dtype=torch.bool)
+    if additive:
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    for plan in (mixed_plan(), AAHConfig.uniform(family_model, None)):
+        want = dense_logits(family_model, plan, ids, attention_mask=mask)
+        patch_model(family_model, config=plan)
+        torch.testing.assert_close(logits(family_model, ids, attention_mask=mask), want, rtol=1e-5, atol=1e-5)
+        unpatch_model(family_model)
 
 
 def test_training_gives_the_references_gradients(family_model, backend):
@@ -273,6 +297,34 @@ def test_unsupported_models_are_refused_with_the_reason():
         unpatch_model(tiny_model())
 
 
+def tiny_vision_model():
+    text = tiny_model("gemma3_text", sliding_window=12).config
+    vision = SiglipVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=16, patch_size=4
+    )
+    ids = {"image_token_index": 90, "boi_token_index": 91, "eoi_token_index": 92}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids)
+    return Gemma3ForConditionalGeneration(config).eval()
+
+
+def test_multimodal_models_are_refused_and_image_tokens_never_become_causal_in_silence():
+    model, ids = tiny_vision_model(), random_ids(1, 20) % 80
+    with pytest.raises(UnsupportedModelError, match="image tokens see each other in both directions"):
+        patch_model(model, config=mixed_plan())
+    patch_model(model.model.language_model, config=mixed_plan())  # nobody can keep a caller from this
+    assert torch.isfinite(logits(model, ids)).all()
+    ids[0, 5:9] = 90
+    with pytest.raises(AAHError, match="image tokens of multimodal models"):
+        logits(model, ids, pixel_values=torch.zeros(1, 3, 16, 16), token_type_ids=(ids == 90).long())
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_bidirectional_models_are_refused(model_type):
+    model = tiny_model(model_type, use_bidirectional_attention=True)
+    with pytest.raises(UnsupportedModelError, match="is bidirectional"):
+        patch_model(model, config=mixed_plan())
+
+
 def test_a_model_sharing_the_config_of_a_patched_one_says_so(llama):
     other = type(llama)(llama.config)
     patch_model(llama, config=mixed_plan())
@@ -330,9 +382,14 @@ def test_a_4d_mask_that_does_not_fit_the_keys_is_refused(llama, plan):
     narrow = torch.ones(10, 10).tril().bool()[None, None]
     with pytest.raises(OperatorError, match="10 queries and 30 keys"):
         logits(llama, ids[:, 20:], attention_mask=narrow, past_key_values=cache)
-    if plan.windows[0][0] is not None:
-        with pytest.raises(OperatorError, match=r"torch.int64; expected bool"):
-            logits(llama, ids, attention_mask=torch.ones(30, 30).tril().long()[None, None])
+    with pytest.raises(OperatorError, match=r"torch.int64; expected bool"):
+        logits(llama, ids, attention_mask=torch.ones(30, 30).tril().long()[None, None])
+    bidirectional = torch.ones(30, 30).tril().bool()
+    bidirectional[4:8, 4:8] = True
+    additive = torch.zeros(30, 30).masked_fill(~bidirectional, -torch.inf)
+    for mask in (bidirectional, additive):
+        with pytest.raises(OperatorError, match="see the key after it"):
+            logits(llama, ids, attention_mask=mask[None, None])
 
 
 def test_one_row_of_restarting_positions_stands_for_the_batch(llama):

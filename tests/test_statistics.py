@@ -289,7 +289,7 @@ def test_under_a_plan_errors_are_against_the_full_models_heads(model_type):
         for column, window in enumerate(CANDIDATES):
             out, _ = attention(now["q"], now["k"], now["v"], [window or LENGTH] * 4, plan.sink_tokens, **now["rules"])
             error = ((out - target)[0] @ weight).square().sum(-1) * factor / now["x"].double().square().sum(-1)
-            np.testing.assert_allclose(curves.errors[index, :, column], error.sum(-1), rtol=1e-3, atol=1e-8)
+            np.testing.assert_allclose(curves.errors[index, :, column], error.sum(-1).detach(), rtol=1e-3, atol=1e-8)
     assert curves.errors[0, :, -1].max() < 1e-6 < curves.errors[1, :, -1].min()  # drift that no window can undo
 
 
