@@ -29,6 +29,8 @@ class Family:
             attention output was added (calibration measures errors relative to it).
         output_norm: submodule of a decoder layer, an RMSNorm, that the attention output goes through before it
             is added; None where it is added as it is.
+        stock: transformers' implementation of its full attention. Not "sdpa" where SDPA has no argument for what
+            the family does to its scores (transformers 5.17 runs gemma2 through it all the same, uncapped).
     """
 
     model_type: str
@@ -36,6 +38,7 @@ class Family:
     attention: str
     residual_tap: str = "post_attention_layernorm"
     output_norm: str | None = None
+    stock: str = "sdpa"
 
     def attention_class(self) -> type[nn.Module]:
         return getattr(importlib.import_module(f"transformers.models.{self.module}"), self.attention)
@@ -58,9 +61,9 @@ FAMILIES: dict[str, Family] = {
         Family("olmo2", "olmo2.modeling_olmo2", "Olmo2Attention", "mlp", "post_attention_layernorm"),
         Family("olmo3", "olmo3.modeling_olmo3", "Olmo3Attention", "mlp", "post_attention_layernorm"),
         Family("glm4", "glm4.modeling_glm4", "Glm4Attention", output_norm="post_self_attn_layernorm"),
-        Family("gemma2", "gemma2.modeling_gemma2", "Gemma2Attention", *_GEMMA),
+        Family("gemma2", "gemma2.modeling_gemma2", "Gemma2Attention", *_GEMMA, stock="eager"),
         Family("gemma3_text", "gemma3.modeling_gemma3", "Gemma3Attention", *_GEMMA),
-        Family("gpt_oss", "gpt_oss.modeling_gpt_oss", "GptOssAttention"),
+        Family("gpt_oss", "gpt_oss.modeling_gpt_oss", "GptOssAttention", stock="eager"),
     )
 }
 

@@ -16,6 +16,7 @@ from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import aah_hf
+from aah_hf.families import FAMILIES as SUPPORTED
 from aah_hf.ops import native
 
 # tiny tensors gain nothing from threads, and test processes that share two cores lose a lot to them
@@ -71,7 +72,7 @@ def tiny_model(model_type: str = "llama", **overrides):
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "attn_implementation": "eager" if model_type in ("gemma2", "gpt_oss") else "sdpa",
+        "attn_implementation": SUPPORTED[model_type].stock if model_type in SUPPORTED else "sdpa",
     } | overrides
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).eval()

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..coverage import Coverage, measure
 from ..errors import AAHError
+from ..families import family_of
 from ..plan import AAHConfig, coverage_of, head_counts, plan_of, text_config
 from .quality import Logits, Quality, compare, last_logits
 
@@ -95,7 +96,7 @@ def evaluate(
 
 def full_attention(model: PreTrainedModel, score_from: float = 0.5) -> Logits:
     """Logits of a model's weights with full attention, whatever it is patched with."""
-    run, stock = last_logits(model, score_from), model.get_correct_attn_implementation(None)
+    run, stock = last_logits(model, score_from), family_of(model).stock
 
     def full(ids: Tensor) -> Tensor:
         with implementation(model, stock):
