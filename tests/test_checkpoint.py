@@ -124,6 +124,7 @@ def test_a_loaded_model_of_every_family_can_be_unpatched(row, tmp_path):
     loaded = unpatch_model(AutoModelForCausalLM.from_pretrained(tmp_path))
     assert loaded.config._attn_implementation == implementation
     assert torch.equal(logits(loaded, ids), base)
+    assert f'attn_implementation="{implementation}"' in (tmp_path / "README.md").read_text()
     dormant = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation)
     assert torch.equal(logits(dormant, ids), base)
 
