@@ -163,7 +163,7 @@ def aah_attention_forward(
             raise OperatorError(
                 f"{query.shape[2]} queries over {key.shape[2]} keys came without a mask, so their positions are "
                 "unknown (continuous batching does this). Use `generate()`, or "
-                "`model.set_attn_implementation('sdpa')` for full attention."
+                "`model.set_attn_implementation('sdpa')` (or 'eager') for full attention."
             )
         attention_mask = aah_mask(query.shape[0], query.shape[2], key.shape[2], device=query.device)
 
@@ -178,7 +178,9 @@ def aah_attention_forward(
     end = kv_start + key.shape[2] if isinstance(start, Tensor) else start + query.shape[2]
     _warn_far_beyond(layer, end)
 
-    if layer.covers(end) and (isinstance(mask, Tensor) or not mask.leaks):
+    rules = score_rules(kwargs)
+    # SDPA has no argument for those, and a family's own eager attention would build T×T scores
+    if not rules and layer.covers(end) and (isinstance(mask, Tensor) or not mask.leaks):
         stock = mask if isinstance(mask, Tensor) else mask.stock()
         return sdpa_attention_forward(module, query, key, value, stock, dropout=dropout, scaling=scaling, **kwargs)
 
@@ -199,8 +201,18 @@ def aah_attention_forward(
         limit=limit,
         mask=dense,
         dropout=dropout,
+        **rules,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def score_rules(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a family does to the scores, as arguments of `windowed_attention`.
+
+    gemma2 caps them (`softcap`), gpt_oss has a learned logit per query head (`s_aux`).
+    """
+    names = {"softcap": "softcap", "s_aux": "sink_logits"}
+    return {ours: kwargs[theirs] for theirs, ours in names.items() if kwargs.get(theirs) is not None}
 
 
 def _start_by_mask(mask: Tensor, query: Tensor, key: Tensor) -> int | Tensor:
@@ -215,14 +227,27 @@ def _start_by_mask(mask: Tensor, query: Tensor, key: Tensor) -> int | Tensor:
             f"the 4D attention mask has shape {tuple(mask.shape)} and there are {q_len} queries and {kv_len} keys; "
             f"expected [batch or 1, heads or 1, {q_len}, {kv_len}]."
         )
-    if not torch.compiler.is_compiling():
-        _warn_once_of_4d_masks()
-    if q_len == kv_len:
-        return 0
-    last = mask[:, :, -1]
-    seen = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min
-    position = (seen * torch.arange(1, kv_len + 1, device=mask.device)).amax().clamp(min=q_len) - q_len
-    return position if torch.compiler.is_compiling() else int(position)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise OperatorError(
+            f"the 4D attention mask is of type {mask.dtype}; expected bool (True is seen) or a floating type (added)."
+        )
+
+    def seen(part: Tensor) -> Tensor:
+        return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min
+
+    start: int | Tensor = 0
+    if q_len != kv_len:
+        start = (seen(mask[:, :, -1]) * torch.arange(1, kv_len + 1, device=mask.device)).amax().clamp(min=q_len) - q_len
+    if torch.compiler.is_compiling():
+        return start
+    start = int(start)
+    _warn_once_of_4d_masks()
+    if bool(seen(mask.diagonal(start + 1, 2, 3)).any()):
+        raise OperatorError(
+            "the 4D attention mask lets a query see the key after it (image tokens of multimodal models do), and "
+            "per-head windows are causal. Pass `mask.tril()` if that is what you mean."
+        )
+    return start
 
 
 def _warn_once_of_4d_masks() -> None:
@@ -238,11 +263,9 @@ def _refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
             "output_attentions=True is not available with per-head windows: the weights are never built. "
             "Load the model with attn_implementation='eager' to look at them."
         )
-    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+    for name in ("position_bias", "head_mask"):
         if kwargs.get(name) is not None:
-            raise AAHError(
-                f"{type(module).__name__} passes `{name}` to attention, which per-head windows do not do yet."
-            )
+            raise AAHError(f"{type(module).__name__} passes `{name}` to attention, which per-head windows do not do.")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise AAHError("per-head windows are causal and the model asked for bidirectional attention (is_causal=False).")
     unknown = sorted(name for name, value in kwargs.items() if name not in _HARMLESS and value is not None)

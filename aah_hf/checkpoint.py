@@ -45,7 +45,7 @@ def config_from_dict(original: Any, cls: type, config_dict: dict[str, Any], **kw
         logger.warning(
             f"This config holds a plan for per-head windows (`{CONFIG_KEY}`) but not the key `attn_implementation`; it "
             "was probably re-saved without aah_hf. It is loaded with its windows; pass attn_implementation='sdpa' "
-            "for full attention."
+            "(or 'eager') for full attention."
         )
         config_dict = {**config_dict, "attn_implementation": CONFIG_KEY}
     return original(cls, config_dict, **kwargs)

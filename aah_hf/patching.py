@@ -76,7 +76,8 @@ def patch_model(
 def unpatch_model(model: Any) -> Any:
     """Bring back the model that came in: its own attention classes, implementation and config.
 
-    A model that was loaded from a patched checkpoint returns to transformers' default implementation.
+    A model that was loaded from a patched checkpoint returns to SDPA (gemma2 and gpt_oss, which SDPA cannot
+    serve, to eager attention).
 
     Raises:
         PlanError: the model is not patched.
@@ -85,7 +86,7 @@ def unpatch_model(model: Any) -> Any:
     if not is_patched(base):
         raise PlanError(f"{type(base).__name__} is not patched, so there is nothing to undo.")
     config, modules = text_config(base), [module for _, module in attention_modules(base)]
-    base.set_attn_implementation(getattr(modules[0], attention.PREVIOUS, "sdpa"))
+    base.set_attn_implementation(getattr(modules[0], attention.PREVIOUS, family_of(base).stock))
     for module in modules:
         attention.release(module)
     config.__dict__.pop(CONFIG_KEY, None)

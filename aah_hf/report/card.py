@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
+from ..families import family_of
 from ..plan import AAHConfig, coverage_of
 
 MARK = "<!-- written by aah_hf;"
@@ -70,6 +71,7 @@ def render_card(model: PreTrainedModel) -> ModelCard:
         model_class=type(model).__name__,
         base_name=f"`{_quote(source)}`" if on_hub else "the model it was made from",
         version=__version__,
+        stock=family_of(model).stock,
         sink_tokens=plan.sink_tokens,
         layers=[
             {"index": i, "windows": ", ".join("full" if w is None else str(w) for w in windows)}

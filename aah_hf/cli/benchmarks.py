@@ -1,0 +1,54 @@
+"""`aah bench`: the operator against its peers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .console import Debug, Json, print_json, progress_bars, user_errors
+from .installation import installation
+from .tables import print_bench
+
+
+@user_errors
+def bench_ops_command(
+    seq_len: Annotated[
+        list[int] | None, typer.Option(help="Lengths; may be repeated. Default 1024, 2048, 4096.")
+    ] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="query/KV heads x head size: 9/3x64, 8/2x128.")] = None,
+    windows: Annotated[
+        list[str] | None, typer.Option(help="Window mixes: full, 128-full, 64-full, 512-full, 256.")
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option(help="float32, float64, bfloat16, float16.")] = None,
+    direction: Annotated[list[str] | None, typer.Option(help="forward, backward.")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option(help="sdpa_causal, sdpa_mask, flex, eager, aah. Default: all.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 7,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Windowed attention against SDPA, SDPA with a mask, FlexAttention and our pure PyTorch operator."""
+    from ..bench import PEERS, bench_ops, call_overhead
+
+    with progress_bars() as progress:
+        rows = list(
+            bench_ops(
+                shapes=shape or ("9/3x64",),
+                seq_lens=seq_len or (1024, 2048, 4096),
+                mixes=windows or ("full", "128-full"),
+                dtypes=dtype or ("float32",),
+                directions=direction or ("forward", "backward"),
+                peers=peer or PEERS,
+                repeats=repeats,
+                device=device,
+                progress=progress.update,
+            )
+        )
+    overhead = call_overhead()
+    if json_output:
+        print_json({"rows": [row.to_dict() for row in rows], "call_overhead_us": overhead, **installation()})
+        return
+    print_bench(rows, PEERS, overhead)
