@@ -15,9 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import AAHError
 from ..evaluation.models import implementation
+from ..families import family_of
 from ..plan import CONFIG_KEY, coverage_of, plan_of
-
-BASE = "sdpa"
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class PrefillRow:
     Attributes:
         seq_len: tokens of the one sequence that is prefilled.
         coverage: causal coverage of the model's windows at that length.
-        base_seconds, seconds: full attention (SDPA) and the windows.
+        base_seconds, seconds: full attention (the family's own: SDPA, eager for gemma2 and gpt_oss) and the windows.
         attention_share: share of the base's time that its attention function takes.
         attention_ratio: the windows' time in the attention function over the base's.
         bound: speed-up if attention took exactly `coverage` of its time and nothing else changed.
@@ -75,15 +74,16 @@ def bench_prefill(
         raise AAHError("this model has no windows; patch it first (`patch_model`, or `aah patch`).")
     if repeats < 1 or min(seq_lens, default=0) < 1:
         raise AAHError(f"repeats is {repeats} and lengths are {list(seq_lens)}; both must be at least 1.")
+    full = family_of(model).stock
     device = "cpu" if model.device.type == "meta" else model.device
     generator = torch.Generator().manual_seed(seed)
     done, total = 0, len(seq_lens) * 2 * (repeats + 1)
     for seq_len in seq_lens:
         ids = torch.randint(model.config.get_text_config().vocab_size, (1, seq_len), generator=generator).to(device)
-        whole: dict[str, list[float]] = {BASE: [], CONFIG_KEY: []}
-        inside: dict[str, list[float]] = {BASE: [], CONFIG_KEY: []}
+        whole: dict[str, list[float]] = {full: [], CONFIG_KEY: []}
+        inside: dict[str, list[float]] = {full: [], CONFIG_KEY: []}
         for turn in range(repeats + 1):
-            for name in (BASE, CONFIG_KEY) if turn % 2 else (CONFIG_KEY, BASE):
+            for name in (full, CONFIG_KEY) if turn % 2 else (CONFIG_KEY, full):
                 with torch.no_grad(), implementation(model, name), _clock(name) as clock:
                     start = _now(device)
                     model(input_ids=ids, use_cache=False, logits_to_keep=1)
@@ -93,8 +93,8 @@ def bench_prefill(
                 done += 1
                 if progress is not None:
                     progress("benchmark", done, total)
-        base, ours = statistics.median(whole[BASE]), statistics.median(whole[CONFIG_KEY])
-        share = statistics.median(a / w for a, w in zip(inside[BASE], whole[BASE]))
+        base, ours = statistics.median(whole[full]), statistics.median(whole[CONFIG_KEY])
+        share = statistics.median(a / w for a, w in zip(inside[full], whole[full]))
         coverage = coverage_of(plan, model, seq_len).causal
         yield PrefillRow(
             seq_len=seq_len,
@@ -102,7 +102,7 @@ def bench_prefill(
             base_seconds=base,
             seconds=ours,
             attention_share=share,
-            attention_ratio=statistics.median(inside[CONFIG_KEY]) / statistics.median(inside[BASE]),
+            attention_ratio=statistics.median(inside[CONFIG_KEY]) / statistics.median(inside[full]),
             bound=1 / (1 - share + share * coverage),
             speedup=base / ours,
         )

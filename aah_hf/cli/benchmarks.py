@@ -1,4 +1,4 @@
-"""`aah bench`: the operator against its peers."""
+"""`aah bench`: the operator against its peers, a patched model against its base."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
-from .console import Debug, Json, print_json, progress_bars, user_errors
+from .console import Debug, Json, Model, print_json, progress_bars, quiet, user_errors
 from .installation import installation
-from .tables import print_bench
+from .loading import load
+from .tables import print_bench, print_prefill
 
 
 @user_errors
@@ -52,3 +53,36 @@ def bench_ops_command(
         print_json({"rows": [row.to_dict() for row in rows], "call_overhead_us": overhead, **installation()})
         return
     print_bench(rows, PEERS, overhead)
+
+
+@user_errors
+def bench_prefill_command(
+    model: Model,
+    seq_len: Annotated[
+        list[int] | None, typer.Option(help="Lengths; may be repeated. Default 2048, 4096, 8192.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1)] = 5,
+    windows: Annotated[
+        str | None, typer.Option(help="uniform:W or shuffled:SEED instead of the model's windows.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    """A patched model's prefill against full attention, and against what the share of attention allows."""
+    from ..bench import bench_prefill
+    from ..evaluation import control_plan
+    from ..patching import patch_model
+
+    quiet()
+    loaded, _ = load(model, dtype)
+    if windows is not None:
+        patch_model(loaded, config=control_plan(loaded, windows))
+    with progress_bars() as progress:
+        rows = list(
+            bench_prefill(loaded, seq_lens=seq_len or (2048, 4096, 8192), repeats=repeats, progress=progress.update)
+        )
+    if json_output:
+        print_json({"model": model, "rows": [row.to_dict() for row in rows], **installation()})
+        return
+    print_prefill(model, rows)

@@ -59,6 +59,22 @@ def print_bench(rows: list[Any], peers: Sequence[str], overhead: dict[str, float
         out.print("One-query call, µs: " + ", ".join(f"{k} {v:.1f}" for k, v in overhead.items()), highlight=False)
 
 
+def print_prefill(model: str, rows: list[Any]) -> None:
+    table = Table(
+        *("tokens", "coverage", "full s", "windows s", "attention share", "attention ratio"),
+        *("speed-up", "bound", "of bound"),
+        title=f"{model}: prefill of one sequence, medians of interleaved passes",
+    )
+    for r in rows:
+        seconds = (f"{r.base_seconds:.2f}", f"{r.seconds:.2f}")
+        shares = (f"{r.attention_share:.1%}", f"{r.attention_ratio:.3f}")
+        table.add_row(
+            *(str(r.seq_len), f"{r.coverage:.3f}", *seconds, *shares),
+            *(f"{r.speedup:.3f}", f"{r.bound:.3f}", f"{r.of_bound:.1%}"),
+        )
+    out.print(table)
+
+
 def print_demo(result: Any) -> None:
     names = list(result.rows)
     table = Table("", "full attention", *names, title="Held-out text, second half of each sequence scored")
