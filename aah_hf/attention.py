@@ -221,11 +221,13 @@ def _start_by_mask(mask: Tensor, query: Tensor, key: Tensor) -> int | Tensor:
     The last query's own key is the last that it sees; the number of keys says nothing, because a static
     cache hands over its whole buffer.
     """
-    q_len, kv_len = query.shape[2], key.shape[2]
-    if mask.dim() != 4 or mask.shape[2] != q_len or mask.shape[3] != kv_len:
+    batch, heads, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+    if not fits or mask.shape[2] != q_len or mask.shape[3] != kv_len:
         raise OperatorError(
             f"the 4D attention mask has shape {tuple(mask.shape)} and there are {q_len} queries and {kv_len} keys; "
-            f"expected [batch or 1, heads or 1, {q_len}, {kv_len}]."
+            f"expected [{batch} or 1, {heads} or 1, {q_len}, {kv_len}]."
         )
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise OperatorError(

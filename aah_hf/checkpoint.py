@@ -39,9 +39,20 @@ def config_to_dict(original: Any, self: PreTrainedConfig) -> dict[str, Any]:
 
 
 def config_from_dict(original: Any, cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    """Restore the implementation of a config that kept its plan and lost the key, and say so."""
-    requested = kwargs.get("attn_implementation") or config_dict.get("attn_implementation")
-    if config_dict.get(CONFIG_KEY) is not None and requested is None:
+    """Restore the implementation of a config that kept its plan and lost the key, and say so.
+
+    Raises:
+        PlanError: the key is no string; transformers would run full attention with some of these.
+    """
+    stored = config_dict.get("attn_implementation")
+    requested = kwargs.get("attn_implementation") or stored
+    planned = config_dict.get(CONFIG_KEY) is not None
+    if planned and stored is not None and not (isinstance(stored, str) and stored):
+        raise PlanError(
+            f"`attn_implementation` in config.json is {stored!r}; expected {CONFIG_KEY!r} (or another implementation's "
+            "name, for full attention). Was the file edited by hand?"
+        )
+    if planned and requested is None:
         logger.warning(
             f"This config holds a plan for per-head windows (`{CONFIG_KEY}`) but not the key `attn_implementation`; it "
             "was probably re-saved without aah_hf. It is loaded with its windows; pass attn_implementation='sdpa' "

@@ -205,6 +205,11 @@ def test_a_lost_key_is_restored_with_a_warning(saved, monkeypatch):
         (lambda c: c.update(aah=[1, 2]), "JSON object"),
         (lambda c: c.update(aah="x" * 100), "JSON object"),
         (lambda c: c.pop("aah"), "holds no plan"),
+        (lambda c: c.update(attn_implementation=5), "`attn_implementation` in config.json is 5"),
+        (lambda c: c.update(attn_implementation=True), "is True"),
+        (lambda c: c.update(attn_implementation=["aah"]), r"is \['aah'\]"),
+        (lambda c: c.update(attn_implementation={"": "aah"}), "edited by hand"),
+        (lambda c: c.update(attn_implementation=""), "is ''; expected 'aah'"),
         (lambda c: c.update(num_hidden_layers=LAYERS + 1), "belongs to another model"),
     ],
 )

@@ -384,6 +384,10 @@ def test_a_4d_mask_that_does_not_fit_the_keys_is_refused(llama, plan):
         logits(llama, ids[:, 20:], attention_mask=narrow, past_key_values=cache)
     with pytest.raises(OperatorError, match=r"torch.int64; expected bool"):
         logits(llama, ids, attention_mask=torch.ones(30, 30).tril().long()[None, None])
+    rows = torch.ones(30, 30).tril().bool()
+    for shape in ((3, 1, 30, 30), (1, 3, 30, 30)):  # of another batch, of another number of heads
+        with pytest.raises(OperatorError, match=r"expected \[2 or 1, 4 or 1, 30, 30\]"):
+            logits(llama, ids, attention_mask=rows.expand(shape))
     bidirectional = torch.ones(30, 30).tril().bool()
     bidirectional[4:8, 4:8] = True
     additive = torch.zeros(30, 30).masked_fill(~bidirectional, -torch.inf)

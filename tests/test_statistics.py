@@ -420,6 +420,8 @@ def test_calibrate_finds_the_head_that_looks_far_back():
         ({"recall_fraction": float("nan")}, "recall_fraction"),
         ({"budget": 0}, "0 < budget"),
         ({"seed": -1}, "seed"),
+        ({"sink_tokens": 2040}, "Lower sink_tokens"),
+        ({"sink_tokens": 4096}, "Lower sink_tokens"),
     ],
 )
 def test_settings_are_checked_when_they_are_made(settings, message):

@@ -101,16 +101,15 @@ def allocate(
     shared_kv = max(1, size * kv_heads // heads)
 
     per_group = errors.reshape(layers * heads // size, size, -1).sum(axis=1)
-    if budget.kind == "causal":
-        cost = [size * pairs(seq_len, w, sink_tokens) for w in candidates]
-        full = size * pairs(seq_len, None)
-    elif budget.kind == "acr":
-        cost = [size * (seq_len if w is None else min(w, seq_len)) for w in candidates]
-        full = size * seq_len
-    else:
-        cost = [shared_kv * kept_keys(seq_len, w, sink_tokens) for w in candidates]
-        full = shared_kv * seq_len
 
+    def cost_of(window: int | None) -> int:
+        if budget.kind == "causal":
+            return size * pairs(seq_len, window, sink_tokens)
+        if budget.kind == "acr":
+            return size * (seq_len if window is None else min(window, seq_len))
+        return shared_kv * kept_keys(seq_len, window, sink_tokens)
+
+    cost, full = [cost_of(w) for w in candidates], cost_of(None)
     total = full * len(per_group)
     limit = int(budget.value * total) + 1
     while limit / total > budget.value:  # the division that coverage.measure reports, so that it never exceeds
@@ -118,11 +117,15 @@ def allocate(
     costs = np.broadcast_to(np.array(cost, dtype=np.int64), per_group.shape)
     choice = choose(per_group, costs, limit)
     if choice is None:
-        shortest = candidates[int(np.argmin(cost))]
+        shortest, least = candidates[int(np.argmin(cost))], cost_of(1) / full
+        if least > budget.value:
+            advice = f"or lower sink_tokens: even windows of a single key leave {least:.4f}"
+        else:
+            advice = "or add shorter candidates"
         raise CalibrationError(
             f"a budget of {budget} cannot be met: with the shortest candidate window "
             f"({shortest or 'full attention'}) everywhere and {sink_tokens} sink tokens it is "
-            f"{min(cost) / full:.4f} at {seq_len} tokens. Raise the budget, or add shorter candidates."
+            f"{min(cost) / full:.4f} at {seq_len} tokens. Raise the budget, {advice}."
         )
     picked = [candidates[index] for index in choice for _ in range(size)]
     whole = [None if w is None or w >= seq_len else w for w in picked]

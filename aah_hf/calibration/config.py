@@ -85,6 +85,12 @@ class CalibrationConfig:
                 "there is nothing to choose. Pass shorter candidates, such as "
                 f"candidates=({max(1, self.seq_len // 4)}, {max(1, self.seq_len // 2)}), or a longer seq_len."
             )
+        shortest = self.windows()[0]
+        if shortest is not None and shortest + self.sink_tokens >= self.seq_len:
+            raise CalibrationError(
+                f"{self.sink_tokens} sink tokens and a window of {shortest} cover all of seq_len={self.seq_len}, so no "
+                "candidate hides anything. Lower sink_tokens (default 4), or use a longer seq_len."
+            )
 
     @classmethod
     def of(cls, value: CalibrationConfig | None) -> CalibrationConfig:

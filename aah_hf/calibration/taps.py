@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -73,10 +73,14 @@ def products(model: nn.Module, per_layer: Sequence[Product]) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every module's mode and the random generators come back as they were."""
     modes = [(module, module.training) for module in model.modules()]
-    device = next(model.parameters()).device
-    devices = [device] if device.type == "cuda" else []
-    # the caller's autocast would measure another model than the one that is patched
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
+    gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
+        stack.enter_context(torch.no_grad())
+        for kind in kinds:  # the caller's autocast would measure another model than the one that is patched
+            stack.enter_context(torch.autocast(kind, enabled=False))
         try:
             model.eval()
             yield
