@@ -252,7 +252,7 @@ def _check_cache(k_new, v_new, k_cache, v_cache, offset, sink_tokens, past, firs
             "k_new and v_new must both be [batch, kv_heads, new, head_dim]; got "
             f"{tuple(k_new.shape)} and {tuple(v_new.shape)}."
         )
-    batch, kv_heads, _, head_dim = k_new.shape
+    batch, kv_heads, new, head_dim = k_new.shape
     fits = k_cache.dim() == 3 and k_cache.shape == v_cache.shape
     if not fits or k_cache.shape[0] != batch or k_cache.shape[2] != head_dim:
         raise OperatorError(
@@ -271,8 +271,8 @@ def _check_cache(k_new, v_new, k_cache, v_cache, offset, sink_tokens, past, firs
             )
     if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
         raise OperatorError(f"sink_tokens is {sink_tokens!r}; expected an integer >= 0.")
-    if isinstance(past, bool) or not isinstance(past, (int, torch.SymInt)) or past < 0:
-        raise OperatorError(f"past is {past!r}; expected an integer >= 0.")
+    if isinstance(past, bool) or not isinstance(past, (int, torch.SymInt)) or not 0 <= past <= 2**31 - 1 - new:
+        raise OperatorError(f"past is {past!r}; expected an integer >= 0, with the new tokens below 2^31.")
 
 
 def _refusal(error: RuntimeError) -> Exception:

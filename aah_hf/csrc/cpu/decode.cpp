@@ -23,12 +23,12 @@ int64_t element_bytes(int32_t dtype) { return dtype == AAH_F64 ? 8 : dtype == AA
 int32_t check_cache(const AahCacheParams& p) {
   if (p.version != AAH_CACHE_PARAMS_VERSION) return AAH_ERROR_VERSION;
   if (p.dtype < AAH_F32 || p.dtype > AAH_F16) return AAH_ERROR_DTYPE;
-  for (int64_t n : {p.batch, p.q_len, p.slots, p.kv_heads, p.head_dim, p.past}) {
+  for (int64_t n : {p.batch, p.q_len, p.slots, p.kv_heads, p.head_dim}) {
     if (n < 0 || n > INT32_MAX) return AAH_ERROR_SHAPE;
   }
   if (p.kv_heads < 1 || p.head_dim < 8 || p.head_dim % 8 != 0 || p.head_dim > AAH_MAX_HEAD_DIM) return AAH_ERROR_SHAPE;
   if (p.sinks < 0) return AAH_ERROR_SINKS;
-  if (p.past + p.q_len > INT32_MAX || !p.offset || (p.batch > 0 && !p.first)) return AAH_ERROR_CACHE;
+  if (p.past < 0 || p.past > INT32_MAX - p.q_len || !p.offset || (p.batch > 0 && !p.first)) return AAH_ERROR_CACHE;
   if (p.offset[0] < 0 || p.offset[p.kv_heads] > p.slots) return AAH_ERROR_CACHE;
   for (int64_t h = 0; h < p.kv_heads; ++h) {
     if (p.offset[h] > p.offset[h + 1]) return AAH_ERROR_CACHE;

@@ -52,7 +52,7 @@ struct DecodeScratch {
   }
 };
 
-// What a chunk leaves behind: maximum of the scores (base 2), sum and output relative to it, per query.
+// What a chunk leaves behind, per query: maximum of the scores (base 2), sum (in W parts) and output relative to it.
 template <typename C>
 struct Partial {
   C *top, *sum, *out;
@@ -62,7 +62,7 @@ struct Partial {
     const int64_t n = queries_per_list(params);
     Arena arena = {memory};
     top = arena.take<C>(n);
-    sum = arena.take<C>(n);
+    sum = arena.take<C>(n * Vec<C>::W);
     out = arena.take<C>(n * channel_width<C>(params));
     end = arena.next;
   }
@@ -173,11 +173,20 @@ AAH_INLINE void add_values(const C* p, const C* v, int64_t ld, int32_t n, const 
     }
 }
 
-template <typename C>
-AAH_INLINE C top_lane(typename Vec<C>::V v) {
-  C top = v[0];
-  for (int i = 1; i < Vec<C>::W; ++i) top = v[i] > top ? v[i] : top;
-  return top;
+template <typename V, typename I, int S, int... X>
+AAH_INLINE V swap_neighbours(V v, std::integer_sequence<int, X...>) {
+  return AAH_SHUFFLE(I, v, v, (X ^ S)...);
+}
+
+// The largest lane, in all lanes.
+template <typename C, int S = Vec<C>::W / 2>
+AAH_INLINE typename Vec<C>::V largest(typename Vec<C>::V v) {
+  typedef typename Vec<C>::V V;
+  typedef typename Vec<C>::I I;
+  const V other = swap_neighbours<V, I, S>(v, std::make_integer_sequence<int, Vec<C>::W>());
+  v = other > v ? other : v;
+  if constexpr (S > 1) v = largest<C, S / 2>(v);
+  return v;
 }
 
 template <typename C>
@@ -186,7 +195,7 @@ AAH_INLINE C exp2_one(C x) {
 }
 
 // Scores s of n keys, of which one query sees those in `seen`, become probabilities relative to the running maximum, 0
-// where not seen. Returns the decay of what has been summed so far.
+// where not seen. The running sum has W parts. Returns the decay of what has been summed so far.
 template <typename C>
 AAH_INLINE C probabilities(C* s, int32_t n, Range seen, C cap, C* running_top, C* running_sum) {
   typedef typename Vec<C>::V V;
@@ -195,29 +204,28 @@ AAH_INLINE C probabilities(C* s, int32_t n, Range seen, C cap, C* running_top, C
   I lane;
 #pragma GCC unroll 16
   for (int i = 0; i < W; ++i) lane[i] = i;
-  V top = splat<C>(-infinity<C>());
+  const V old = splat<C>(*running_top);
+  V now = old;
   for (int32_t i = 0; i < n; i += W) {
     const I key = lane + static_cast<typename Vec<C>::Int>(i);
     V x = load<C>(s + i);
     if (cap != 0) x = tanh_vec(x) * cap;
     x = (key >= seen.begin) & (key < seen.end) ? x : splat<C>(-infinity<C>());
     store<C>(s + i, x);
-    top = x > top ? x : top;
+    now = x > now ? x : now;
   }
-  const C old = *running_top, tile = top_lane<C>(top), now = tile > old ? tile : old;
-  const C base = now == -infinity<C>() ? 0 : now;  // -inf - -inf is NaN
-  V total = V{};
+  now = largest<C>(now);
+  const V base = now == splat<C>(-infinity<C>()) ? V{} : now;  // -inf - -inf is NaN
+  const V decay = exp2_vec(old - base);
+  V total = load<C>(running_sum) * decay;
   for (int32_t i = 0; i < n; i += W) {
     const V e = exp2_vec(load<C>(s + i) - base);
     store<C>(s + i, e);
     total += e;
   }
-  C sum = 0;
-  for (int i = 0; i < W; ++i) sum += total[i];
-  const C decay = exp2_one<C>(old - base);
-  *running_top = now;
-  *running_sum = *running_sum * decay + sum;
-  return decay;
+  store<C>(running_sum, total);
+  *running_top = now[0];
+  return decay[0];
 }
 
 // A tile of n keys against NQ queries: k gives p, then v and p are added to the output.
@@ -265,8 +273,8 @@ void decode_chunk(const DecodeCall& call, int32_t index, char* memory) {
     for (int64_t d = 0; d < dim; ++d) q[d] *= factor;
     for (int64_t d = dim; d < width; ++d) q[d] = 0;
     partial.top[i] = -infinity<C>();
-    partial.sum[i] = 0;
   }
+  __builtin_memset(partial.sum, 0, n * Vec<C>::W * sizeof(C));
   __builtin_memset(partial.out, 0, n * width * sizeof(C));
 
   const int32_t fit = static_cast<int32_t>(kTileBytes / (width * static_cast<int64_t>(sizeof(C)))) / 16 * 16;
@@ -296,7 +304,7 @@ void decode_chunk(const DecodeCall& call, int32_t index, char* memory) {
           for (int32_t j = i; j < i + queries; ++j) {
             const Range r = clip(m.seen[j].part[part].begin, m.seen[j].part[part].end, low, high);
             m.decay[j] = probabilities<C>(m.p + j * kTile, count, {r.begin - rows.begin, r.end - rows.begin}, cap,
-                                          partial.top + j, partial.sum + j);
+                                          partial.top + j, partial.sum + j * Vec<C>::W);
           }
         }
         const C* v = vector_rows<C>(p.dtype, run.v + at * run.v_stride, run.v_stride, count, dim, width, m.v, &ldv);
@@ -346,9 +354,11 @@ void decode_combine(const DecodeCall& call, int32_t index, char* memory) {
     for (int64_t d = 0; d < width; ++d) row[d] = 0;
     for (int32_t c = list.chunk_begin; c < list.chunk_end; ++c) {
       const Partial<C> x = partial(c);
-      if (x.top[i] == -infinity<C>() && x.sum[i] == 0) continue;
+      C of_chunk = 0;
+      for (int part = 0; part < Vec<C>::W; ++part) of_chunk += x.sum[i * Vec<C>::W + part];
+      if (of_chunk == 0) continue;  // sees none of its keys
       const C weight = exp2_one<C>(x.top[i] - base);
-      sum += weight * x.sum[i];
+      sum += weight * of_chunk;
       for (int64_t d = 0; d < width; ++d) row[d] += weight * x.out[i * width + d];
     }
     const C inverse = 1 / sum;
