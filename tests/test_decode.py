@@ -349,7 +349,7 @@ def test_opcheck(dtype):
     a = small(dtype)
     torch.library.opcheck(torch.ops.aah.decode.default, raw(a))
     torch.library.opcheck(torch.ops.aah.decode.default, raw(a, torch.zeros(4)))
-    q, k, v, k_cache, v_cache, offset, _, first, *_ = raw(a)
+    _, k, v, k_cache, v_cache, offset, _, first, *_ = raw(a)
     torch.library.opcheck(torch.ops.aah.cache_append_.default, (k_cache, v_cache, k, v, offset, first, 20, 4))
 
 

@@ -83,7 +83,20 @@ def cached_attention(
     if not _is_native(*tensors):
         windows = check_windows(windows, q.shape[1])
         return _gathered(
-            q, k_new, v_new, k_cache, v_cache, offset, windows, sink_tokens, past, first, scale, limit, softcap, sink_logits
+            q,
+            k_new,
+            v_new,
+            k_cache,
+            v_cache,
+            offset,
+            windows,
+            sink_tokens,
+            past,
+            first,
+            scale,
+            limit,
+            softcap,
+            sink_logits,
         )
     if not isinstance(windows, Tensor):
         windows = check_windows(windows, q.shape[1])
