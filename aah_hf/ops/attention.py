@@ -166,16 +166,7 @@ def _check(q, k, v, windows, sink_tokens, softcap, sink_logits, mask, dropout, l
     heads, kv_heads = q.shape[1], k.shape[1]
     if kv_heads == 0 or heads % kv_heads:
         raise OperatorError(f"{heads} query heads cannot share {kv_heads} KV heads evenly.")
-    if isinstance(windows, (int, str)):
-        raise OperatorError(f"windows is {windows!r}; expected one window per query head.")
-    given = windows.tolist() if isinstance(windows, Tensor) else list(windows)
-    # NumPy's integers count as integers, booleans do not
-    result = [operator.index(w) if hasattr(w, "__index__") and not isinstance(w, bool) else w for w in given]
-    if len(result) != heads:
-        raise OperatorError(f"{len(result)} windows were given for {heads} query heads; give one per head.")
-    for head, window in enumerate(result):
-        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-            raise OperatorError(f"windows[{head}] is {window!r}; expected an integer >= 1, or None for full attention.")
+    result = check_windows(windows, heads)
     if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
         raise OperatorError(f"sink_tokens is {sink_tokens!r}; expected an integer >= 0.")
     if softcap is not None and not softcap > 0:
@@ -199,4 +190,23 @@ def _check(q, k, v, windows, sink_tokens, softcap, sink_logits, mask, dropout, l
             )
         if mask.requires_grad:
             raise OperatorError("mask requires a gradient, which windowed attention does not compute; detach it.")
+    return result
+
+
+def check_windows(windows: Sequence[int | None] | Tensor, heads: int) -> list[int | None]:
+    """One window per query head, as plain integers >= 1 or None.
+
+    Raises:
+        OperatorError: another number of windows, or something that is not a window.
+    """
+    if isinstance(windows, (int, str)):
+        raise OperatorError(f"windows is {windows!r}; expected one window per query head.")
+    given = windows.tolist() if isinstance(windows, Tensor) else list(windows)
+    # NumPy's integers count as integers, booleans do not
+    result = [operator.index(w) if hasattr(w, "__index__") and not isinstance(w, bool) else w for w in given]
+    if len(result) != heads:
+        raise OperatorError(f"{len(result)} windows were given for {heads} query heads; give one per head.")
+    for head, window in enumerate(result):
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+            raise OperatorError(f"windows[{head}] is {window!r}; expected an integer >= 1, or None for full attention.")
     return result

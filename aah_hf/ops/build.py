@@ -106,7 +106,7 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", *_AVX2)
 def default_recipe() -> Recipe:
     """The native operator for this machine, against the installed torch."""
     torch = torch_folder()
-    units = [Unit("cpu/isa_baseline.cpp"), Unit("cpu/driver.cpp"), Unit("cpu/work.cpp")]
+    units = [Unit("cpu/isa_baseline.cpp"), Unit("cpu/driver.cpp"), Unit("cpu/work.cpp"), Unit("cpu/decode.cpp")]
     if platform.machine() in {"x86_64", "AMD64"}:
         units = [Unit("cpu/isa_avx512.cpp", _AVX512), Unit("cpu/isa_avx2.cpp", _AVX2), *units]
     target = (TORCH_TARGET[0] << 56) | (TORCH_TARGET[1] << 48)

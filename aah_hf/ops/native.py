@@ -182,14 +182,14 @@ def _open(library: Path) -> str:
 # --- what Python adds to the operators --------------------------------------------------------------------------
 
 
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
+def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _fwd_fake(q, k, v, window, sink_logits, *rest):
     batch, q_len, heads, head_dim = q.shape
     out = q.new_empty(batch, q_len, heads, head_dim)
-    return out, q.new_empty(batch, heads, q_len, dtype=_accumulator(q.dtype))
+    return out, q.new_empty(batch, heads, q_len, dtype=accumulator(q.dtype))
 
 
 def _bwd_fake(dout, dlse, q, k, v, out, lse, window, sink_logits, *rest):
@@ -198,8 +198,16 @@ def _bwd_fake(dout, dlse, q, k, v, out, lse, window, sink_logits, *rest):
         q.new_empty(q.shape),
         k.new_empty(k.shape),
         v.new_empty(v.shape),
-        q.new_empty(heads, dtype=_accumulator(q.dtype)),
+        q.new_empty(heads, dtype=accumulator(q.dtype)),
     )
+
+
+def _decode_fake(q, *rest):
+    return _fwd_fake(q, None, None, None, None)
+
+
+def _append_fake(k_cache, v_cache, *rest):
+    return None
 
 
 def _save(ctx, inputs, output):
@@ -232,6 +240,8 @@ def _double_backward(ctx, *grads):
 def _register() -> None:
     torch.library.register_fake("aah::fwd", _fwd_fake)
     torch.library.register_fake("aah::bwd", _bwd_fake)
+    torch.library.register_fake("aah::decode", _decode_fake)
+    torch.library.register_fake("aah::cache_append_", _append_fake)
     torch.library.register_autograd("aah::fwd", _backward, setup_context=_save)
     torch.library.register_autograd("aah::bwd", _double_backward)
 
@@ -256,7 +266,7 @@ def _kept_ints(values: tuple[int, ...]) -> Tensor:
         return _ints(values)
 
 
-def _window_tensor(windows: Sequence[int | None] | Tensor) -> Tensor:
+def window_tensor(windows: Sequence[int | None] | Tensor) -> Tensor:
     if isinstance(windows, Tensor):
         return windows.to(torch.int32)
     values = tuple(UNLIMITED if w is None else min(w, UNLIMITED) for w in windows)
@@ -361,8 +371,8 @@ def forward(
         q.transpose(1, 2),
         k.transpose(1, 2),
         v.transpose(1, 2),
-        _window_tensor(windows),
-        None if sink_logits is None else sink_logits.to(_accumulator(q.dtype)),
+        window_tensor(windows),
+        None if sink_logits is None else sink_logits.to(accumulator(q.dtype)),
         _per_sequence(q_start, sequences),
         cu_q,
         cu_k,
