@@ -64,7 +64,7 @@ def test_peak_memory_counts_what_a_call_takes():
     peak = peak_bytes(lambda: torch.ones(n // 4).amax())
     if peak is None:
         pytest.skip("this system keeps no high-water mark that can be reset")
-    assert 0.9 * n < peak < 1.5 * n
+    assert 0.8 * n < peak < 1.8 * n
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the native operator")
