@@ -40,7 +40,8 @@ class Step:
                 f"{end}]: one column for every token seen, cached ones included."
             )
         sequences = None if isinstance(mask, Tensor) else mask.sequences
-        if sequences is not None and sequences.documents is not None:
+        # under a native window of 1 every token is alone, which looks like documents
+        if sequences is not None and sequences.documents is not None and layer.limit != 1:
             raise CacheError(
                 "packed documents (position_ids that restart at 0, or cu_seq_lens_q) cannot go into an AAHCache, whose "
                 "sink tokens are those of one sequence per row. Pass use_cache=False, or pad the documents."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from itertools import accumulate
@@ -219,7 +220,7 @@ class AAHCacheLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens; 0 only ends what past recording held on to."""
-        count = -tokens_to_remove
+        count = -int(tokens_to_remove)  # transformers 5.17 counts in a tensor
         if not 0 <= count <= self.most_crop():
             raise CacheError(_crop_message(count, self.past, self.most_crop()))
         if not self.is_initialized:
@@ -281,6 +282,19 @@ class AAHCacheLayer(CacheLayerMixin):
         self._low = [max(low, end - (self.cap(h) - self.sink_tokens)) for h, low in enumerate(self._low)]
         self.pending = False
 
+    def tight(self) -> AAHCacheLayer:
+        """A layer that holds what queries still see of this one, in buffers of just that size."""
+        other = copy.copy(self)
+        other._allowance = 0
+        other._fit(other._longest(), shrink=True, slack=False)
+        return other
+
+    def adopt(self, keys: Tensor, values: Tensor, *, rows: Rows, past: int, offset: tuple[int, ...]) -> None:
+        """Take over the buffers of a tight layer."""
+        self.lazy_initialization(keys[:, None], values[:, None])
+        self.keys, self.values, self.rows, self.past, self.offset = keys, values, rows, past, offset
+        self._low = [past - (self.cap(head) - self.sink_tokens) for head in range(self.kv_heads)]
+
     def slots(self, buffer: Tensor, heads: list[int]) -> Tensor:
         """[batch, heads, cap, head_dim] of KV heads that keep alike."""
         cap = self.cap(heads[0])
@@ -305,14 +319,14 @@ class AAHCacheLayer(CacheLayerMixin):
     def _longest(self) -> int:
         return self.past - min(self.rows.first, default=self.past)
 
-    def _fit(self, length: int, shrink: bool = False) -> None:
+    def _fit(self, length: int, shrink: bool = False, slack: bool = True) -> None:
         """Give every KV head the slots that rows of up to `length` tokens need, growing geometrically."""
         caps, changed = [], False
         for head, keep in enumerate(self.keep):
             cap = self.cap(head)
             most = None if keep is None else keep + self._allowance
             need = length if most is None else min(length, most)
-            room = need * GROWTH[0] // GROWTH[1]
+            room = need * GROWTH[0] // GROWTH[1] if slack else need
             room = room if most is None else min(room, most)
             fits = cap >= need and not (shrink and cap > room)
             caps.append(cap if fits else room)
