@@ -131,7 +131,13 @@ def attend(view: CacheView, query: Tensor, step: Step, *, scale: float | None, d
 
 
 def _attend_alike(
-    view: CacheView, heads: list[int], members: list[int], query: Tensor, step: Step, scale: float | None, dropout: float
+    view: CacheView,
+    heads: list[int],
+    members: list[int],
+    query: Tensor,
+    step: Step,
+    scale: float | None,
+    dropout: float,
 ) -> Tensor:
     layer, device = view.layer, query.device
     head = heads[0]
@@ -150,7 +156,7 @@ def _attend_alike(
         places[:, cached:] = torch.arange(step.past, step.past + step.q_len, device=device)
         if hidden == "some":
             now = torch.arange(step.past, step.past + step.q_len, device=device)
-            mask = (now[:, None] - places[:, None, None] < layer.limit)  # [batch, 1, q_len, cached + q_len]
+            mask = now[:, None] - places[:, None, None] < layer.limit  # [batch, 1, q_len, cached + q_len]
         if step.dense is not None:
             mask = _select(step.dense.to(device), places, members, mask)
     return windowed_attention(

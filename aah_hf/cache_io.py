@@ -158,4 +158,3 @@ def _devices(config: Any, layers: int, device: torch.device | str | None) -> lis
         return [torch.device("cpu")] * layers
     found = [next(module.parameters()).device for _, module in attention_modules(config)]
     return [torch.device("cpu") if d.type == "meta" else d for d in found]  # weights that accelerate keeps on disk
-

@@ -144,7 +144,11 @@ class AAHCacheLayer(CacheLayerMixin):
                 "the keys and values of an earlier update were never stored: a forward pass was interrupted, or "
                 "`update` was called by hand. Call `cache.reset()` and process the sequence again."
             )
-        if key_states.dim() != 4 or key_states.shape[1] != self.kv_heads or key_states.shape[:3] != value_states.shape[:3]:
+        if (
+            key_states.dim() != 4
+            or key_states.shape[1] != self.kv_heads
+            or key_states.shape[:3] != value_states.shape[:3]
+        ):
             raise CacheError(
                 f"keys have shape {tuple(key_states.shape)} and values {tuple(value_states.shape)}; expected "
                 f"[batch, {self.kv_heads} KV heads, length, head_dim]."
@@ -227,6 +231,7 @@ class AAHCacheLayer(CacheLayerMixin):
             return
         self.past -= count
         self.rows = self.rows.crop(self.past)
+        self._low = [min(low, self.past) for low in self._low]  # of rows that have lost all but sink tokens
         self._since_crop = 0
         if self.record_past:
             self._allowance = max(self.rollback, min(self._allowance, RECORD_KEEP))

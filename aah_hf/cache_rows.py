@@ -92,14 +92,10 @@ class Rows:
 
     def crop(self, past: int) -> Rows:
         """The rows when only the first `past` tokens had been seen."""
-        return Rows(
-            tuple(min(f, past) for f in self.first), tuple(tuple(p for p in s if p < past) for s in self.sinks)
-        )
+        return Rows(tuple(min(f, past) for f in self.first), tuple(tuple(p for p in s if p < past) for s in self.sinks))
 
     def select(self, indices: Sequence[int]) -> Rows:
-        return replace(
-            self, first=tuple(self.first[i] for i in indices), sinks=tuple(self.sinks[i] for i in indices)
-        )
+        return replace(self, first=tuple(self.first[i] for i in indices), sinks=tuple(self.sinks[i] for i in indices))
 
 
 def ring(start: int, stop: int, cap: int, sink_tokens: int) -> list[tuple[int, int, int]]:

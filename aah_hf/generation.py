@@ -24,7 +24,9 @@ def shrinking_cache_is_default() -> bool:
     """`AAH_HF_KV_CACHE`, checked."""
     value = os.environ.get(ENVIRONMENT, "1") or "1"
     if value not in {"0", "1"}:
-        raise AAHError(f"{ENVIRONMENT} is {value!r}; expected 1 (generate with an AAHCache) or 0 (with a DynamicCache).")
+        raise AAHError(
+            f"{ENVIRONMENT} is {value!r}; expected 1 (generate with an AAHCache) or 0 (with a DynamicCache)."
+        )
     return value == "1"
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
@@ -47,7 +47,13 @@ class Replay:
         self.k, self.v = torch.cat([self.k, k], 2), torch.cat([self.v, v], 2)
         self.valid = torch.cat([self.valid, valid], 1)
         seen = aah_mask(
-            batch, q_len, past + q_len, past, attention_mask=self.valid, local_size=layer.limit, mask_function=rule(layer.limit)
+            batch,
+            q_len,
+            past + q_len,
+            past,
+            attention_mask=self.valid,
+            local_size=layer.limit,
+            mask_function=rule(layer.limit),
         )
         keys, values = layer.update(k, v)
         out, _ = aah_attention_forward(self.module, q, keys, values, seen if mask is None else mask)
@@ -118,14 +124,23 @@ def test_any_chunking_padding_and_window_equals_the_reference(plan, chunks, data
     for part in valid.split(chunks, 1):
         replay.feed(part)
     layer = replay.layer
-    if layout == "none" and sum(chunks) >= max((k for k in layer.keep if k is not None), default=0) and None not in layer.keep:
+    if (
+        layout == "none"
+        and sum(chunks) >= max((k for k in layer.keep if k is not None), default=0)
+        and None not in layer.keep
+    ):
         assert layer.allocated() == layer.stored()
     if layout == "none":
         assert layer.allocated() <= 1.25 * layer.stored()
 
 
 @settings(max_examples=120)
-@given(plans(), st.integers(0, 6), st.lists(st.sampled_from(["feed", "feed", "feed", "crop", "select", "record"]), max_size=14), st.data())
+@given(
+    plans(),
+    st.integers(0, 6),
+    st.lists(st.sampled_from(["feed", "feed", "feed", "crop", "select", "record"]), max_size=14),
+    st.data(),
+)
 def test_cropping_and_reordering_leave_a_right_cache_or_refuse(plan, rollback, actions, data):
     layout = data.draw(st.sampled_from(["none", "left", "middle", "holes"]))
     replay = Replay(**plan, rollback=rollback)
