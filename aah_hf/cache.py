@@ -35,6 +35,8 @@ class AAHCache(Cache):
         CacheError: `rollback` is not an integer >= 0.
     """
 
+    layers: list[AAHCacheLayer]  # type: ignore[assignment]
+
     def __init__(
         self,
         config: PreTrainedModel | PreTrainedConfig,
@@ -65,10 +67,7 @@ class AAHCache(Cache):
         self._streams: dict[torch.device, Any] = {}
 
     def __repr__(self) -> str:
-        lines = [
-            f"  ({index}): keeps {layer.extra_repr()}"
-            for index, layer in enumerate(self.layers)  # type: ignore[union-attr]
-        ]
+        lines = [f"  ({index}): keeps {layer.extra_repr()}" for index, layer in enumerate(self.layers)]
         head = (
             f"AAHCache({self.get_seq_length()} tokens seen, {self.plan.sink_tokens} sink tokens, stored "
             f"{self.nbytes() / 2**20:.2f} MiB, allocated {self.nbytes('allocated') / 2**20:.2f} MiB; keys per KV head:"
@@ -100,7 +99,7 @@ class AAHCache(Cache):
             raise CacheError(f"layer {layer_idx} was asked of a cache that was made for {len(self.layers)} layers.")
         if layer_idx == 0:
             self.check_whole()
-        layer: Any = self.layers[layer_idx]
+        layer = self.layers[layer_idx]
         finish = None
         if self.offloading:
             self._fetch(layer_idx, key_states.device)
@@ -109,8 +108,8 @@ class AAHCache(Cache):
 
     def check_whole(self) -> None:
         """Raise unless all layers hold the same tokens (an exception inside a forward pass leaves them apart)."""
-        lengths = {layer.past for layer in self.layers}  # type: ignore[union-attr]
-        if len(lengths) > 1 or any(layer.pending for layer in self.layers):  # type: ignore[union-attr]
+        lengths = {layer.past for layer in self.layers}
+        if len(lengths) > 1 or any(layer.pending for layer in self.layers):
             raise CacheError(
                 f"a forward pass was interrupted, so the layers hold different tokens ({min(lengths)} to "
                 f"{max(lengths)} seen). Call `cache.reset()` and process the sequence again."
@@ -124,15 +123,14 @@ class AAHCache(Cache):
                 `rollback`).
         """
         self.check_whole()
-        most = min(layer.most_crop() for layer in self.layers)  # type: ignore[union-attr]
-        for layer in sorted(self.layers, key=lambda x: x.most_crop()):  # the one that can do least refuses first
-            assert most >= 0
+        # the layer that can take back least goes first, so a refusal comes before any change
+        for layer in sorted(self.layers, key=lambda layer: layer.most_crop()):
             layer.crop(tokens_to_remove)
 
     def stop_recording(self) -> None:
         """End past recording (assisted decoding starts it and leaves it on) and free what it held."""
         for layer in self.layers:
-            layer.end_recording()  # type: ignore[union-attr]
+            layer.end_recording()
 
     def save(self, path: str | Path) -> None:
         """Write the cache to a .safetensors file, to go on with a long prompt in another process.

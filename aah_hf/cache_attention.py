@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .cache_layer import AAHCacheLayer, CacheView
-from .cache_rows import Rows
 from .errors import CacheError, OperatorError
 from .masks import AAHMask
 from .ops import Sequences, windowed_attention
@@ -154,7 +153,7 @@ def _attend_alike(
         _, places = step.positions(layer, head, device)
         places = pad(places, (0, step.q_len))
         places[:, cached:] = torch.arange(step.past, step.past + step.q_len, device=device)
-        if hidden == "some":
+        if hidden == "some" and layer.limit is not None:
             now = torch.arange(step.past, step.past + step.q_len, device=device)
             mask = now[:, None] - places[:, None, None] < layer.limit  # [batch, 1, q_len, cached + q_len]
         if step.dense is not None:

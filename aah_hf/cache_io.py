@@ -20,7 +20,7 @@ from .cache_layer import AAHCacheLayer
 from .cache_rows import Rows
 from .errors import CacheError
 from .families import attention_modules
-from .plan import text_config
+from .plan import head_dim
 
 FORMAT = "aah_hf.cache"
 VERSION = 1
@@ -71,7 +71,7 @@ def load_cache(cls: type, path: str | Path, config: Any, device: torch.device | 
             rows, past = _rows(about, cache, path)
             devices = _devices(config, len(cache.layers), device)
             for index, (layer, where) in enumerate(zip(cache.layers, devices)):
-                _fill(layer, file, index, rows, past, _head_dim(config), where, path)
+                _fill(layer, file, index, rows, past, head_dim(config), where, path)
     except SafetensorError as error:
         raise CacheError(f"{path} is not a whole safetensors file: {error}.") from error
     return cache
@@ -103,37 +103,35 @@ def _rows(about: dict[str, Any], cache: Any, path: Path) -> tuple[Rows, int]:
                 f"{path} was saved for another model or plan: its {name} differ from this model's. Process the prompt "
                 "again with this model."
             )
-    past, first, sinks = about.get("past"), about.get("first"), about.get("sinks")
-    whole = (
-        _integers([past], 1, MAX_TOKENS)
-        and isinstance(first, list)
-        and _integers(first, 0, past)
-        and isinstance(sinks, list)
-        and len(sinks) == len(first) > 0
-        and all(
-            isinstance(row, list)
-            and len(row) <= plan.sink_tokens
-            and _integers(row, begin, past - 1)
-            and row == sorted(set(row))
-            for row, begin in zip(sinks, first)
-        )
-    )
-    if not whole:
-        raise CacheError(f"{path} is damaged: its rows make no sense.")
-    return Rows(tuple(first), tuple(map(tuple, sinks))), past  # type: ignore[arg-type]
+    try:
+        return _checked_rows(about["past"], about["first"], about["sinks"], plan.sink_tokens), about["past"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CacheError(f"{path} is damaged: its rows make no sense ({error}).") from error
+
+
+def _checked_rows(past: Any, first: Any, sinks: Any, sink_tokens: int) -> Rows:
+    _integers([past], 1, MAX_TOKENS)
+    _integers(first, 0, past)
+    if not 0 < len(first) == len(sinks):
+        raise ValueError(f"{len(first)} rows, and sink tokens of {len(sinks)}")
+    for begin, row in zip(first, sinks):
+        _integers(row, begin, past - 1)
+        if len(row) > sink_tokens or row != sorted(set(row)):
+            raise ValueError(f"sink tokens {row[:10]}")
+    return Rows(tuple(first), tuple(map(tuple, sinks)))
 
 
 def _fill(
-    layer: AAHCacheLayer, file: Any, index: int, rows: Rows, past: int, head_dim: int, device: torch.device, path: Path
+    layer: AAHCacheLayer, file: Any, index: int, rows: Rows, past: int, size: int, device: torch.device, path: Path
 ) -> None:
     longest = past - min(rows.first)
     caps = [longest if keep is None else min(longest, keep) for keep in layer.keep]
     tensors = []
     for name in (f"{index}.keys", f"{index}.values"):
         shape = list(file.get_slice(name).get_shape()) if name in file.keys() else None  # noqa: SIM118
-        if shape != [len(rows), sum(caps), head_dim]:
+        if shape != [len(rows), sum(caps), size]:
             raise CacheError(
-                f"{path} is damaged: tensor {name!r} has shape {shape}, expected {[len(rows), sum(caps), head_dim]}."
+                f"{path} is damaged: tensor {name!r} has shape {shape}, expected {[len(rows), sum(caps), size]}."
             )
         tensor = file.get_tensor(name)
         if not tensor.is_floating_point():
@@ -142,13 +140,10 @@ def _fill(
     layer.adopt(*tensors, rows=rows, past=past, offset=(0, *accumulate(caps)))
 
 
-def _integers(values: list[Any], low: int, high: int) -> bool:
-    return all(isinstance(v, int) and not isinstance(v, bool) and low <= v <= high for v in values)
-
-
-def _head_dim(config: Any) -> int:
-    config = text_config(config)
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _integers(values: Any, low: int, high: int) -> None:
+    for value in values:
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ValueError(f"{value!r} is no integer from {low} to {high}")
 
 
 def _devices(config: Any, layers: int, device: torch.device | str | None) -> list[torch.device]:

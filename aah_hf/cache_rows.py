@@ -82,13 +82,13 @@ class Rows:
                     f"attention_mask says that row {row} begins at token {new}, and the cache was filled with it "
                     f"beginning at {old}. Pass the mask of the whole sequence, cached tokens included, unchanged."
                 )
-        sinks = list(self.sinks)
+        found = list(self.sinks)
         for row, have in enumerate(self.sinks):
             if len(have) < sink_tokens and begins[row] < end:
                 start = max(past, begins[row])
                 real = valid[row, start:end].nonzero()[: sink_tokens - len(have), 0].tolist()
-                sinks[row] = (*have, *(start + r for r in real))
-        return Rows(tuple(begins), tuple(sinks))
+                found[row] = (*have, *(start + r for r in real))
+        return Rows(tuple(begins), tuple(found))
 
     def crop(self, past: int) -> Rows:
         """The rows when only the first `past` tokens had been seen."""

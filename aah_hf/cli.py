@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
@@ -91,8 +92,16 @@ def patch(
     calib: Annotated[Path, typer.Option(help="Text to calibrate on: .txt, or .jsonl with a `text` field.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Directory for the patched checkpoint.")],
     budget: Annotated[
-        str, typer.Option(help="Coverage to stay within: 0.46 (causal), or causal:X, acr:X, kv:X.")
-    ] = "kv:0.5",
+        str | None,
+        typer.Option(help="Coverage to stay within: 0.46 (causal), or causal:X, acr:X, kv:X. Default kv:0.5."),
+    ] = None,
+    kv_budget: Annotated[
+        str | None,
+        typer.Option(help="KV cache to stay within: a share like 0.35, or bytes of one sequence like 512MB."),
+    ] = None,
+    kv_at: Annotated[
+        int | None, typer.Option(help="Tokens that --kv-budget in bytes is for. Default: --seq-len.", min=1)
+    ] = None,
     granularity: Annotated[
         str | None,
         typer.Option(help="What shares a window: head, kv_head or layer. Default: head, and kv_head for kv budgets."),
@@ -117,10 +126,14 @@ def patch(
 
     if out_dir.exists() and not force and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise AAHError(f"{out_dir} exists and is not empty; choose another --out, or --force to replace it.")
-    limit = _budget(budget)
+    if budget is not None and kv_budget is not None:
+        raise AAHError("--budget and --kv-budget were both given; windows are chosen under one budget.")
+    limit = _kv_budget(kv_budget, kv_at) if kv_budget is not None else _budget(budget or "kv:0.5")
+    if kv_at is not None and limit.kind != "kv_bytes":
+        raise AAHError("--kv-at says for how many tokens --kv-budget's bytes are; give it with a size like 512MB.")
     config = CalibrationConfig(
         budget=limit,
-        granularity=granularity or ("kv_head" if limit.kind == "kv" else "head"),
+        granularity=granularity or ("kv_head" if limit.of_cache else "head"),
         candidates=_candidates(candidates),
         seq_len=seq_len,
         num_sequences=sequences,
@@ -433,6 +446,21 @@ def _budget(text: str) -> Any:
             f"budget is {text!r}; expected a coverage such as 0.46, causal:0.46, acr:0.3 or kv:0.5."
         ) from None
     return Budget(kind or "causal", number)
+
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def _kv_budget(text: str, at: int | None) -> Any:
+    from .calibration import Budget
+
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    unit = found.group(2).lower() if found else ""
+    if found is None or (unit and unit not in _UNITS):
+        raise AAHError(f"KV budget is {text!r}; expected a share such as 0.35, or a size such as 512MB or 2GiB.")
+    return (
+        Budget.kv_bytes(int(float(found.group(1)) * _UNITS[unit]), at=at) if unit else Budget.kv(float(found.group(1)))
+    )
 
 
 def _candidates(text: str) -> str | tuple[int, ...]:
