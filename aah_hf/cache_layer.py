@@ -54,17 +54,26 @@ class CacheView:
         if self._finish is not None:
             self._finish()
 
+    # any other attention function takes the views for tensors, one way or another
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise CacheError(
-            f"something other than per-head windowed attention asked the keys and values of an AAHCache for {name!r}. "
-            "An AAHCache works only with the attention implementation 'aah' of a patched model; use transformers' "
-            "DynamicCache with any other."
-        )
+        raise _not_tensors()
 
     def __getitem__(self, index: Any) -> Any:
-        return self.__getattr__("[...]")
+        raise _not_tensors()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _not_tensors()
+
+
+def _not_tensors() -> CacheError:
+    return CacheError(
+        "another attention function than per-head windowed attention was given the keys and values of an AAHCache, "
+        "which works only with the attention implementation 'aah' of a patched model. Use transformers' DynamicCache "
+        "with any other."
+    )
 
 
 class AAHCacheLayer(CacheLayerMixin):
