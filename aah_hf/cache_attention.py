@@ -25,7 +25,7 @@ class Step:
 
     Attributes:
         rows: the rows after the new tokens.
-        valid: [batch, past + q_len] bool, False at padding; None where there is none behind the first real tokens.
+        valid: [batch, past + q_len] bool, False at padding; None where there is none behind the rows' first tokens.
         dense: a caller's own mask [batch or 1, heads or 1, q_len, past + q_len].
     """
 
@@ -48,8 +48,10 @@ class Step:
         valid = None if sequences is None else sequences.valid[:, :end]
         self.rows = layer.rows.advance(valid, view.past, q_len, layer.sink_tokens)
         self.started = layer.rows
-        if valid is not None and self.rows.alike and bool(valid[:, min(self.rows.first[0], self.past) :].all()):
-            valid = None
+        if valid is not None:
+            first = torch.tensor(self.rows.first, device=valid.device)[:, None]
+            if torch.equal(valid, torch.arange(end, device=valid.device) >= first):
+                valid = None
         self.valid = valid
         self._shared: dict[tuple, Any] = {}
 
@@ -84,16 +86,17 @@ class Step:
 
     def sequences(self, layer: AAHCacheLayer, head: int, device: torch.device) -> Sequences | None:
         """Padding among the keys of a KV head; None where there is none."""
-        if self.valid is None and self.started.alike:
+        if self.valid is None and self.started.alike and max(self.rows.first) <= self.past:
             return None
         key = ("sequences", layer.keep[head], layer.cap(head), device)
         if key not in self._shared:
             _, places = self.positions(layer, head, device)
-            if self.valid is None:
-                valid = pad(places >= 0, (0, self.q_len), value=True)
-            else:
+            now = torch.arange(self.past, self.past + self.q_len, device=device)
+            valid = torch.cat([places, now.expand(len(places), -1)], 1)
+            valid = valid >= torch.tensor(self.rows.first, device=device)[:, None]
+            if self.valid is not None:
                 seen = self.valid.to(device)
-                valid = torch.cat([seen.gather(1, places.clamp(min=0)) & (places >= 0), seen[:, self.past :]], 1)
+                valid &= torch.cat([seen.gather(1, places.clamp(min=0)), seen[:, self.past :]], 1)
             self._shared[key] = None if bool(valid.all()) else Sequences(valid)
         return self._shared[key]
 

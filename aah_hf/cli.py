@@ -341,6 +341,55 @@ def bench_ops_command(
         out.print("One-query call, µs: " + ", ".join(f"{k} {v:.1f}" for k, v in overhead.items()), highlight=False)
 
 
+@bench.command("generate")
+@user_errors
+def bench_generate_command(
+    model: Model,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows; may be repeated. Default 1, 4.")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Prompt tokens; may be repeated. Default 1024, 2048, 4096, 8192.")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens decoded one at a time.", min=1)] = 32,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    windows: Annotated[
+        str | None, typer.Option(help="uniform:W or shuffled:SEED instead of the model's windows.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Prefill and decode tokens/s and cache bytes, against SDPA with a DynamicCache on the same weights."""
+    from .bench_generate import bench_generate
+    from .evaluation import control_plan
+    from .patching import patch_model
+
+    _quiet()
+    loaded, _ = _load(model, dtype)
+    if windows is not None:
+        patch_model(loaded, config=control_plan(loaded, windows))
+    with _progress() as progress:
+        rows = list(
+            bench_generate(
+                loaded,
+                batches=batch or (1, 4),
+                contexts=context or (1024, 2048, 4096, 8192),
+                new_tokens=new_tokens,
+                repeats=repeats,
+                progress=progress.update,
+            )
+        )
+    if json_output:
+        _print_json({"model": model, "rows": [row.to_dict() for row in rows], **_installation()})
+        return
+    names = ("rows", "context", "prefill sdpa", "aah", "decode sdpa", "aah", "cache DynamicCache", "AAHCache", "stored")
+    table = Table(*names, title=f"{model}: tokens/s and cache size")
+    for row in rows:
+        speeds = (f"{by[peer]:.1f}" for by in (row.prefill, row.decode) for peer in ("sdpa", "aah"))
+        sizes = (_bytes(n) for n in (row.cache_bytes["sdpa"], row.cache_bytes["aah"], row.stored_bytes))
+        table.add_row(str(row.batch), str(row.context), *speeds, *sizes)
+    out.print(table)
+
+
 def main() -> None:
     """Entry point of the `aah` script."""
     app()
