@@ -9,9 +9,10 @@ from importlib.metadata import version as _version
 from . import attention as _attention
 from . import hooks as _hooks
 from .attention import AAHAttention
+from .cache import AAHCache
 from .calibration import Budget, CalibrationConfig, calibrate
 from .coverage import Coverage
-from .errors import AAHError, CalibrationError, OperatorError, PlanError, UnsupportedModelError
+from .errors import AAHError, CacheError, CalibrationError, OperatorError, PlanError, UnsupportedModelError
 from .ops import Sequences, windowed_attention
 from .patching import is_patched, patch_model, unpatch_model
 from .plan import AAHConfig, plan_of
@@ -39,9 +40,11 @@ _hooks.install()
 
 __all__ = [
     "AAHAttention",
+    "AAHCache",
     "AAHConfig",
     "AAHError",
     "Budget",
+    "CacheError",
     "CalibrationConfig",
     "CalibrationError",
     "Coverage",

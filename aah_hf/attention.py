@@ -17,6 +17,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import logging
 
+from .cache_attention import Step, attend, check_fits
+from .cache_layer import CacheView
 from .errors import AAHError, OperatorError, PlanError
 from .families import FAMILIES
 from .masks import AAHMask, aah_mask
@@ -141,7 +143,7 @@ def aah_attention_forward(
     Args:
         module: the attention module; must be an AAHAttention.
         query: [batch, query_heads, q_len, head_dim], after q/k-norm and RoPE.
-        key, value: [batch, kv_heads, kv_len, head_dim], after the cache update.
+        key, value: [batch, kv_heads, kv_len, head_dim], after the cache update; of an AAHCache its view.
         attention_mask: AAHMask, or the caller's own 4D mask (bool or additive), which is ANDed.
 
     Returns:
@@ -158,6 +160,8 @@ def aah_attention_forward(
             "object cannot be patched separately: build the second from a copy.)"
         )
     _refuse(kwargs, module)
+    if isinstance(key, CacheView):
+        return _through_cache(module, query, key, attention_mask, dropout, scaling, **kwargs)
     if attention_mask is None:
         if query.shape[2] != key.shape[2]:
             raise OperatorError(
@@ -213,6 +217,33 @@ def score_rules(kwargs: dict[str, Any]) -> dict[str, Any]:
     """
     names = {"softcap": "softcap", "s_aux": "sink_logits"}
     return {ours: kwargs[theirs] for theirs, ours in names.items() if kwargs.get(theirs) is not None}
+
+
+def _through_cache(
+    module: Any,
+    query: Tensor,
+    view: CacheView,
+    mask: AAHMask | Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention over an AAHCache, which stores the new tokens when it was used."""
+    layer, q_len = module.aah_layer, query.shape[2]
+    if mask is None:
+        mask = aah_mask(query.shape[0], q_len, view.past + q_len, view.past, device=query.device)
+    check_fits(view.layer, layer.windows, layer.sink_tokens, mask)
+    if isinstance(mask, AAHMask):
+        mask.note_packing(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
+    step = Step.of(mask, view)
+    if view.past == 0:  # nothing is cached yet: the same as without a cache
+        out, _ = aah_attention_forward(module, query, view.keys, view.values, mask, dropout, scaling, **kwargs)
+    else:
+        _warn_far_beyond(layer, view.past + q_len)
+        out = attend(view, query.to(view.keys.dtype), step, scale=scaling, dropout=dropout, **score_rules(kwargs))
+        out = out.transpose(1, 2).contiguous()
+    view.store(step.rows)
+    return out, None
 
 
 def _start_by_mask(mask: Tensor, query: Tensor, key: Tensor) -> int | Tensor:

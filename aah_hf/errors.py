@@ -19,3 +19,7 @@ class CalibrationError(AAHError, ValueError):
 
 class OperatorError(AAHError, ValueError):
     """Tensors or options given to windowed attention are inconsistent or unsupported."""
+
+
+class CacheError(AAHError, RuntimeError):
+    """A cache is used in a way that it cannot answer exactly: another plan or batch, an interrupted forward pass, ..."""

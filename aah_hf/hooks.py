@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 
-from . import checkpoint
+from . import checkpoint, generation
 from .errors import AAHError
 
 
@@ -63,6 +63,20 @@ HOOKS = (
         checkpoint.save_with_card,
         ("self", "save_directory", "is_main_process"),
         "a patched checkpoint gets a model card that says what was patched and how to load it",
+    ),
+    Hook(
+        GenerationMixin,
+        "_prepare_cache_for_generation",
+        generation.prepare_cache,
+        ("self", "generation_config", "model_kwargs"),
+        "generate() of a patched model gets the cache that drops what no query sees any more",
+    ),
+    Hook(
+        GenerationMixin,
+        "init_continuous_batching",
+        generation.refuse_continuous_batching,
+        ("self",),
+        "continuous batching would replace per-head windows with full attention",
     ),
 )
 

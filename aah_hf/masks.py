@@ -26,6 +26,7 @@ class AAHMask:
         sequences: padding and packing, None where every row is one unpadded sequence.
         limit: the layer kind's own sliding window.
         dense: [batch, 1, q_len, kv_len] bool, only where the caller gave a mask function of its own.
+        step: what cache_attention.py worked out for this forward pass, with its key.
     """
 
     # transformers looks at `ndim` to tell a 2D padding mask from a finished mask
@@ -49,6 +50,7 @@ class AAHMask:
         self._padded, self._make_stock = padded, stock
         self._stock: tuple[Tensor | None] | None = None
         self._seen_positions: int | None = None
+        self.step: tuple[Any, Any] | None = None
 
     def __repr__(self) -> str:
         return f"AAHMask(q_len={self.q_len}, q_start={self.q_start}, limit={self.limit}, sequences={self.sequences})"

@@ -227,9 +227,7 @@ def coverage_of(plan: AAHConfig | None, model: PreTrainedModel | PreTrainedConfi
     A layer's own sliding window counts (the smaller of the two); that it hides sink tokens does not.
     """
     _check_int("seq_len", seq_len, 1, MAX_WINDOW)
-    config = text_config(model)
     layers, heads, kv_heads = head_counts(model)
-    dtype = getattr(model, "dtype", None) or getattr(config, "dtype", None)
     windows = plan.windows if plan is not None else ((None,) * heads,) * layers
     limits = native_windows(model)
     return measure(
@@ -237,9 +235,21 @@ def coverage_of(plan: AAHConfig | None, model: PreTrainedModel | PreTrainedConfi
         seq_len,
         kv_heads=kv_heads,
         sink_tokens=plan.sink_tokens if plan is not None else 0,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        element_bytes=getattr(dtype, "itemsize", 2),
+        head_dim=head_dim(model),
+        element_bytes=element_bytes(model),
     )
+
+
+def head_dim(model: PreTrainedModel | PreTrainedConfig) -> int:
+    """Size of a key or value of one head."""
+    config = text_config(model)
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def element_bytes(model: PreTrainedModel | PreTrainedConfig) -> int:
+    """Bytes of one number in the model's dtype, 2 where it is unknown."""
+    dtype = getattr(model, "dtype", None) or getattr(text_config(model), "dtype", None)
+    return getattr(dtype, "itemsize", 2)
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:

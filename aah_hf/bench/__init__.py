@@ -1,5 +1,6 @@
 """Benchmarks behind `aah bench`: interleaved repeats in one process, medians as ratios."""
 
+from .generate import GenerateRow, bench_generate
 from .ops import DIRECTIONS, DTYPES, MIXES, PEERS, SHAPES, Row, bench_ops
 from .overhead import call_overhead
 from .prefill import PrefillRow, bench_prefill
@@ -10,8 +11,10 @@ __all__ = [
     "MIXES",
     "PEERS",
     "SHAPES",
+    "GenerateRow",
     "PrefillRow",
     "Row",
+    "bench_generate",
     "bench_ops",
     "bench_prefill",
     "call_overhead",

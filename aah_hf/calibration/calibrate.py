@@ -14,7 +14,7 @@ from torch import Tensor
 from ..coverage import Windows, measure
 from ..errors import CalibrationError
 from ..families import attention_modules
-from ..plan import AAHConfig, head_counts, text_config
+from ..plan import AAHConfig, element_bytes, head_counts, head_dim, text_config
 from .allocation import allocate
 from .config import CalibrationConfig
 from .sensitivity import depth_weights, spread
@@ -111,6 +111,7 @@ def plan_from_text(
             sink_tokens=config.sink_tokens,
             kv_heads=kv_heads,
             granularity=config.granularity,
+            key_bytes=2 * head_dim(model) * element_bytes(model),
         )
 
     # a budget that no choice can meet is refused here, before minutes of measuring

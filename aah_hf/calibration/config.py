@@ -122,7 +122,7 @@ class CalibrationConfig:
         budget = Budget.of(self.budget)
         return {
             "objective": self.objective,
-            "budget": {"kind": budget.kind, "value": budget.value},
+            "budget": {"kind": budget.kind, "value": budget.value} | ({"at": budget.at} if budget.at else {}),
             "candidates": [w for w in self.windows() if w is not None],
             "granularity": self.granularity,
             "seq_len": self.seq_len,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from .benchmarks import bench_ops_command, bench_prefill_command
+from .benchmarks import bench_generate_command, bench_ops_command, bench_prefill_command
 from .evaluation import evaluate_command
 from .installation import build, info
 from .patching import demo, patch
@@ -24,6 +24,7 @@ app.command()(build)
 bench = typer.Typer(help="Benchmarks: interleaved repeats in one process, medians as ratios.", no_args_is_help=True)
 bench.command("ops")(bench_ops_command)
 bench.command("prefill")(bench_prefill_command)
+bench.command("generate")(bench_generate_command)
 app.add_typer(bench, name="bench")
 
 

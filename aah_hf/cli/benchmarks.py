@@ -9,7 +9,7 @@ import typer
 from .console import Debug, Json, Model, print_json, progress_bars, quiet, user_errors
 from .installation import installation
 from .loading import load
-from .tables import print_bench, print_prefill
+from .tables import print_bench, print_generation, print_prefill
 
 
 @user_errors
@@ -86,3 +86,45 @@ def bench_prefill_command(
         print_json({"model": model, "rows": [row.to_dict() for row in rows], **installation()})
         return
     print_prefill(model, rows)
+
+
+@user_errors
+def bench_generate_command(
+    model: Model,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows; may be repeated. Default 1, 4.")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Prompt tokens; may be repeated. Default 1024, 2048, 4096, 8192.")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(help="Tokens decoded one at a time.", min=1)] = 32,
+    repeats: Annotated[int, typer.Option(min=1)] = 3,
+    windows: Annotated[
+        str | None, typer.Option(help="uniform:W or shuffled:SEED instead of the model's windows.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    json_output: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Prefill and decode tokens/s and cache bytes, against full attention with a DynamicCache on the same weights."""
+    from ..bench import bench_generate
+    from ..evaluation import control_plan
+    from ..patching import patch_model
+
+    quiet()
+    loaded, _ = load(model, dtype)
+    if windows is not None:
+        patch_model(loaded, config=control_plan(loaded, windows))
+    with progress_bars() as progress:
+        rows = list(
+            bench_generate(
+                loaded,
+                batches=batch or (1, 4),
+                contexts=context or (1024, 2048, 4096, 8192),
+                new_tokens=new_tokens,
+                repeats=repeats,
+                progress=progress.update,
+            )
+        )
+    if json_output:
+        print_json({"model": model, "rows": [row.to_dict() for row in rows], **installation()})
+        return
+    print_generation(model, rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -76,6 +77,20 @@ def parse_budget(text: str) -> Any:
             f"budget is {text!r}; expected a coverage such as 0.46, causal:0.46, acr:0.3 or kv:0.5."
         ) from None
     return Budget(kind or "causal", number)
+
+
+_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_kv_budget(text: str, at: int | None) -> Any:
+    from ..calibration import Budget
+
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*", text)
+    unit = found.group(2).lower() if found else ""
+    if found is None or (unit and unit not in _UNITS):
+        raise AAHError(f"KV budget is {text!r}; expected a share such as 0.35, or a size such as 512MB or 2GiB.")
+    number = float(found.group(1))
+    return Budget.kv_bytes(int(number * _UNITS[unit]), at=at) if unit else Budget.kv(number)
 
 
 def parse_candidates(text: str) -> str | tuple[int, ...]:

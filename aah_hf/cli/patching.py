@@ -10,7 +10,7 @@ import typer
 from ..errors import AAHError
 from .console import Debug, Json, Model, SeqLen, err, out, print_json, progress_bars, quiet, user_errors
 from .installation import describe
-from .loading import load, parse_budget, parse_candidates, replacing
+from .loading import load, parse_budget, parse_candidates, parse_kv_budget, replacing
 from .tables import print_demo, print_description
 
 
@@ -50,8 +50,16 @@ def patch(
     calib: Annotated[Path, typer.Option(help="Text to calibrate on: .txt, or .jsonl with a `text` field.")],
     out_dir: Annotated[Path, typer.Option("--out", help="Directory for the patched checkpoint.")],
     budget: Annotated[
-        str, typer.Option(help="Coverage to stay within: 0.46 (causal), or causal:X, acr:X, kv:X.")
-    ] = "kv:0.5",
+        str | None,
+        typer.Option(help="Coverage to stay within: 0.46 (causal), or causal:X, acr:X, kv:X. Default kv:0.5."),
+    ] = None,
+    kv_budget: Annotated[
+        str | None,
+        typer.Option(help="KV cache to stay within: a share like 0.35, or bytes of one sequence like 512MB."),
+    ] = None,
+    kv_at: Annotated[
+        int | None, typer.Option(help="Tokens that --kv-budget in bytes is for. Default: --seq-len.", min=1)
+    ] = None,
     granularity: Annotated[
         str | None,
         typer.Option(help="What shares a window: head, kv_head or layer. Default: head, and kv_head for kv budgets."),
@@ -76,10 +84,14 @@ def patch(
 
     if out_dir.exists() and not force and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise AAHError(f"{out_dir} exists and is not empty; choose another --out, or --force to replace it.")
-    limit = parse_budget(budget)
+    if budget is not None and kv_budget is not None:
+        raise AAHError("--budget and --kv-budget were both given; windows are chosen under one budget.")
+    limit = parse_kv_budget(kv_budget, kv_at) if kv_budget is not None else parse_budget(budget or "kv:0.5")
+    if kv_at is not None and limit.kind != "kv_bytes":
+        raise AAHError("--kv-at says for how many tokens --kv-budget's bytes are; give it with a size like 512MB.")
     config = CalibrationConfig(
         budget=limit,
-        granularity=granularity or ("kv_head" if limit.kind == "kv" else "head"),
+        granularity=granularity or ("kv_head" if limit.of_cache else "head"),
         candidates=parse_candidates(candidates),
         seq_len=seq_len,
         num_sequences=sequences,

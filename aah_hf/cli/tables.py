@@ -75,6 +75,16 @@ def print_prefill(model: str, rows: list[Any]) -> None:
     out.print(table)
 
 
+def print_generation(model: str, rows: list[Any]) -> None:
+    names = ("rows", "context", "prefill full", "aah", "decode full", "aah", "cache full", "aah", "stored")
+    table = Table(*names, title=f"{model}: tokens/s and cache size, full attention with a DynamicCache against ours")
+    for row in rows:
+        speeds = (f"{by[peer]:.1f}" for by in (row.prefill, row.decode) for peer in ("full", "aah"))
+        sizes = (mebibytes(n) for n in (row.cache_bytes["full"], row.cache_bytes["aah"], row.stored_bytes))
+        table.add_row(str(row.batch), str(row.context), *speeds, *sizes)
+    out.print(table)
+
+
 def print_demo(result: Any) -> None:
     names = list(result.rows)
     table = Table("", "full attention", *names, title="Held-out text, second half of each sequence scored")
