@@ -206,12 +206,14 @@ def test_training_gives_the_references_gradients(family_model, backend):
     assert all(g.abs().max() > 0 for g in weights.values())  # the comparison is not between zeros
 
 
-def test_autocast_runs_in_half_precision(llama):
-    patch_model(llama, config=mixed_plan())
-    ids = random_ids(1, 40)
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_oss"])
+def test_autocast_runs_in_half_precision(model_type):
+    """Also where sink logits stay in float32."""
+    all_experts = {"num_local_experts": 2, "num_experts_per_tok": 2} if model_type == "gpt_oss" else {}
+    model, ids = patch_model(tiny_model(model_type, **all_experts), config=mixed_plan()), random_ids(1, 40)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        half = logits(llama, ids)
-    torch.testing.assert_close(half.float(), logits(llama, ids), rtol=0.1, atol=0.02)
+        half = logits(model, ids)
+    torch.testing.assert_close(half.float(), logits(model, ids), rtol=0.1, atol=0.02)
 
 
 def test_copies_and_pickles_keep_their_windows(family_model):
