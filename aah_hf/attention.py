@@ -33,9 +33,9 @@ PREVIOUS = "aah_previous_implementation"
 FAR_BEYOND = 4
 """A plan warns once when it runs at more than this many times the length it was calibrated at."""
 
-# keyword arguments that models pass down and that do not change the attention product: `sliding_window`
-# arrives through the mask as well, packing is read by AAHMask.note_packing
-_HARMLESS = frozenset(
+# keyword arguments that models pass down and that do not change the attention product (`sliding_window` arrives
+# through the mask as well, packing is read by AAHMask.note_packing), or that `score_rules` and `_refuse` look at
+_KNOWN = frozenset(
     [
         "position_ids",
         "position_embeddings",
@@ -301,7 +301,7 @@ def _refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
             raise AAHError(f"{type(module).__name__} passes `{name}` to attention, which per-head windows do not do.")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise AAHError("per-head windows are causal and the model asked for bidirectional attention (is_causal=False).")
-    unknown = sorted(name for name, value in kwargs.items() if name not in _HARMLESS and value is not None)
+    unknown = sorted(name for name, value in kwargs.items() if name not in _KNOWN and value is not None)
     if unknown:
         raise AAHError(
             f"{type(module).__name__} passes arguments to attention that aah_hf does not know: {unknown}. They may "

@@ -101,8 +101,8 @@ def attention_modules(model: Any) -> list[tuple[str, Any]]:
     family = family_of(model)
     if text_config(model) is not model.config:
         raise UnsupportedModelError(
-            f"{type(model).__name__} is multimodal: image tokens see each other in both directions, and per-head "
-            f"windows are causal. Load its decoder alone, as a text model of type {family.model_type!r}."
+            f"{type(model).__name__} is multimodal, and per-head windows are only for text: image tokens may see each "
+            f"other in both directions. Load its decoder alone, as a text model of type {family.model_type!r}."
         )
     base = family.attention_class()
     found: dict[int, tuple[str, Any]] = {}

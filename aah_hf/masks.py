@@ -165,9 +165,12 @@ def aah_mask(
 def _documents(mask_function: Callable, batch_size: int, total: int, device: torch.device | str) -> Tensor | None:
     """Packed documents, read off the mask function: a token that may not see its predecessor opens one.
 
-    The function is asked for the first sub-diagonal (and, to be sure that it is causal, the one above the diagonal); apart from packing it holds causality and the
-    native window, which both let a token see its predecessor (a native window of 1 never does, and then
-    every token is indeed alone).
+    The function is asked for the first sub-diagonal only (and, to be sure that it is causal, for the one above
+    the diagonal); apart from packing it holds causality and the native window, which both let a token see its
+    predecessor (a native window of 1 never does, and then every token is indeed alone).
+
+    Raises:
+        UnsupportedModelError: a token sees its successor.
     """
     if total < 2:
         return None

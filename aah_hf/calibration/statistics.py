@@ -9,9 +9,10 @@ each candidate window is
 with `o_w` the output of head h under window w and `x_t` the residual stream after attention. Where a family
 sends the attention output through an RMSNorm before it is added, `W_o[h]` is followed by the norm's weights
 and by the factor that it multiplied token t with: the heads' errors still add up, and the norm's own answer
-to a change of length is left out. A second
-pass can measure the same with a plan in force, against what the full model's heads put out: it sees that
-errors of early layers have already changed what late layers read.
+to a change of length is left out.
+
+A second pass can measure the same with a plan in force, against what the full model's heads put out: it sees
+that errors of early layers have already changed what late layers read.
 """
 
 from __future__ import annotations
