@@ -207,6 +207,7 @@ def aah_attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+@torch.compiler.disable  # see AAHCache.update
 def _through_cache(
     module: Any,
     query: Tensor,
