@@ -219,6 +219,7 @@ def score_rules(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {ours: kwargs[theirs] for theirs, ours in names.items() if kwargs.get(theirs) is not None}
 
 
+@torch.compiler.disable  # see AAHCache.update
 def _through_cache(
     module: Any,
     query: Tensor,

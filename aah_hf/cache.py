@@ -89,6 +89,7 @@ class AAHCache(Cache):
             raise CacheError(f"kind is {kind!r}; choose 'stored' or 'allocated'.")
         return sum(getattr(layer, kind)() for layer in self.layers)
 
+    @torch.compiler.disable  # positions are numbers here: traced, every token would be compiled for itself
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Views for the attention function, which stores the new tokens when it has used them.
 

@@ -170,3 +170,22 @@ def test_a_failed_save_leaves_what_stood_there(patched, base, texts, monkeypatch
     assert result.exit_code == 2 and "disk full" in result.output
     assert before == {path.name: path.read_bytes() for path in patched[0].iterdir()}
     assert len(list(patched[0].parent.iterdir())) == 1
+
+
+def test_bench_generate_prints_a_table_and_json(patched):
+    folder, _ = patched
+    asked = ("bench", "generate", folder, "--batch", "2", "--context", "64", "--new-tokens", "3", "--repeats", "1")
+    row = json.loads(aah(*asked, "--json").stdout)["rows"][0]
+    assert (row["batch"], row["context"], row["new_tokens"]) == (2, 64, 3)
+    table = aah(*asked)
+    assert table.exit_code == 0 and "DynamicCache" in table.output
+
+
+def test_patch_with_a_kv_budget(base, texts, tmp_path):
+    asked = ("patch", base, "--calib", texts[0], "--sequences", "2", *SEQ)
+    done = aah(*asked, "--kv-budget", "120kB", "--kv-at", "1000", "--out", tmp_path / "a", "--json")
+    assert done.exit_code == 0, done.output
+    assert aah_hf.coverage(AutoModelForCausalLM.from_pretrained(tmp_path / "a"), 1000).kv_bytes <= 120_000
+    for wrong in (("--kv-budget", "0.5", "--budget", "0.5"), ("--kv-budget", "0.5", "--kv-at", "9"), ("--kv-at", "9")):
+        result = aah(*asked, *wrong, "--out", tmp_path / "b")
+        assert result.exit_code == 2 and "--kv-" in result.output
