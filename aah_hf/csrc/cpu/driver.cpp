@@ -334,6 +334,9 @@ extern "C" const char* aah_status_text(int status) {
       return "cu_seqlens must rise from 0 to the number of tokens, and no document may cross a batch row";
     case AAH_ERROR_MEMORY: return "out of memory";
     case AAH_ERROR_SINKS: return "sink tokens must be at least 0 and the limit at least 1";
+    case AAH_ERROR_ALIGNMENT: return "rows of q, k, v and out must start at multiples of 16 bytes on a GPU";
+    case AAH_ERROR_CUDA: return "CUDA error";
+    case AAH_ERROR_DEVICE: return "the kernels need a GPU of compute capability 8.0 or newer";
   }
   return "unknown error";
 }

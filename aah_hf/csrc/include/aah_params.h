@@ -28,6 +28,9 @@ enum AahStatus {
   AAH_ERROR_PACKING = 6,
   AAH_ERROR_MEMORY = 7,
   AAH_ERROR_SINKS = 8,
+  AAH_ERROR_ALIGNMENT = 9,  // CUDA only, as those below
+  AAH_ERROR_CUDA = 10,      // aah_cuda_error() says what
+  AAH_ERROR_DEVICE = 11,
 };
 
 // [batch, length, heads, head_dim]; strides in elements, head_dim contiguous.
