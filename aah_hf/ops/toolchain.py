@@ -118,16 +118,22 @@ def _describe_nvcc(command: str) -> Nvcc | None:
         ).stderr  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return None
-    facts = dict(line[3:].split("=", 1) for line in dry.splitlines() if line.startswith("#$ ") and "=" in line)
+    facts: dict[str, str] = {}
+    for line in dry.splitlines():
+        name, equals, value = line.removeprefix("#$ ").partition("=")
+        if equals and name.isupper():
+            facts[name] = value
     top = Path(facts.get("TOP") or str(Path(command).parents[1]))
     include = [flag[2:] for flag in shlex.split(facts.get("INCLUDES", "")) if flag.startswith("-I")]
+    include = [str(Path(folder).resolve()) for folder in (*include, top / "include")]
     lib = [flag[2:] for flag in shlex.split(facts.get("LIBRARIES", "")) if flag.startswith("-L")]
     lib += [str(top / "lib64"), str(top / "lib")]
     return Nvcc(
         command,
         version,
         knows,
-        tuple(str(Path(p).resolve()) for p in [*include, top / "include"] if Path(p, "cuda_runtime_api.h").is_file()),
+        # not /usr/include, which every compiler searches by itself and in another order
+        tuple(dict.fromkeys(p for p in include if Path(p, "cuda_runtime_api.h").is_file() and p != "/usr/include")),
         next((str(Path(p).resolve()) for p in lib if Path(p, "libcudart_static.a").is_file()), None),
     )
 
@@ -166,9 +172,10 @@ def cuda_targets(nvcc: Nvcc, asked: str | None = None) -> tuple[str, ...]:
                 f"--arch is {asked!r}; expected compute capabilities from 80 on like 90 or 90,100, or {NATIVE}."
             )
         if word not in nvcc.knows:
+            known = ", ".join(sorted((code for code in nvcc.knows if int(code) >= 80), key=int))
             raise NativeBuildError(
-                f"nvcc {nvcc.version} has no code for compute capability {word}; it knows "
-                f"{', '.join(sorted(nvcc.knows, key=int))}. {GET_NVCC[0].upper()}{GET_NVCC[1:]} of another version."
+                f"nvcc {nvcc.version} has no code for compute capability {word}, but for {known}; choose among them, or "
+                "set CUDA_HOME to another toolkit."
             )
     return tuple(chosen)
 
