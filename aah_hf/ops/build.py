@@ -157,6 +157,7 @@ def _compile(recipe: Recipe, compiler: Compiler, work: Path, report: Progress, v
         "compiler": compiler.version,
         "torch_target": list(recipes.TORCH_TARGET),
         "seconds": round(time.monotonic() - started, 1),
+        "compiler_mib": _largest_child(),
         "cuda": None
         if recipe.cuda is None
         else {
@@ -173,6 +174,14 @@ def _compile(recipe: Recipe, compiler: Compiler, work: Path, report: Progress, v
         file.flush()
         os.fsync(file.fileno())
     report(total, total, f"built {LIBRARY} in {manifest['seconds']} s")
+
+
+def _largest_child() -> int:
+    """MiB of memory that the largest compiler took (or another child of this process, if one was larger)."""
+    import resource  # not on Windows, where no build is attempted
+
+    most = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return most >> (20 if sys.platform == "darwin" else 10)
 
 
 def _command(recipe: Recipe, compiler: Compiler, unit: Unit) -> list[str]:

@@ -32,6 +32,16 @@ void align(Tensor& t) {
   if (!aligned) t = torch::stable::clone(torch::stable::contiguous(t));
 }
 
+// The stride of a dimension of size 1 is never used and may be any number, also one that is not aligned.
+void forget_single_strides(AahParams& p) {
+  for (AahTensor* t : {&p.q, &p.k, &p.v, &p.out}) {
+    const bool keys = t == &p.k || t == &p.v;
+    if (p.batch == 1) t->batch = 0;
+    if ((keys ? p.kv_len : p.q_len) == 1) t->length = 0;
+    if ((keys ? p.kv_heads : p.q_heads) == 1) t->head = 0;
+  }
+}
+
 std::tuple<Tensor, Tensor> fwd_cuda(Tensor q, Tensor k, Tensor v, Tensor window, MaybeTensor sink_logits,
                                     MaybeTensor q_start, MaybeTensor cu_q, MaybeTensor cu_k, MaybeTensor start,
                                     MaybeTensor end, int64_t max_q, int64_t max_k, int64_t sinks, int64_t limit,
@@ -47,6 +57,7 @@ std::tuple<Tensor, Tensor> fwd_cuda(Tensor q, Tensor k, Tensor v, Tensor window,
   Tensor lse = torch::stable::new_empty(q, {p.batch, p.q_heads, p.q_len}, ScalarType::Float);
   p.out = describe(out, "out", q);
   p.lse = lse.data_ptr();
+  forget_single_strides(p);
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
   int64_t bytes = 0;

@@ -1,0 +1,20 @@
+"""A few small cases for compute-sanitizer to watch; `check.py` starts it."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
+
+import cases
+import torch
+
+rng = random.Random(int(sys.argv[1]))
+for dtype in cases.DTYPES:
+    for head_dim in (64, 128, 80):
+        case = cases.draw(rng, dtype, head_dim, max_len=150)
+        cases.kernel(case, cases.inputs(case))
+torch.cuda.synchronize()
+print("sanitized cases ran", flush=True)
