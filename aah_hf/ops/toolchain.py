@@ -125,7 +125,7 @@ def _describe_nvcc(command: str) -> Nvcc | None:
             facts[name] = value
     top = Path(facts.get("TOP") or str(Path(command).parents[1]))
     include = [flag[2:] for flag in shlex.split(facts.get("INCLUDES", "")) if flag.startswith("-I")]
-    include = [str(Path(folder).resolve()) for folder in (*include, top / "include")]
+    include = [str(Path(folder).resolve()) for folder in [*include, str(top / "include")]]
     lib = [flag[2:] for flag in shlex.split(facts.get("LIBRARIES", "")) if flag.startswith("-L")]
     lib += [str(top / "lib64"), str(top / "lib")]
     return Nvcc(

@@ -44,10 +44,11 @@ class Case:
 
 
 def draw(rng: random.Random, dtype: torch.dtype, head_dim: int, max_len: int = 420) -> Case:
-    kv_len = rng.choice([rng.randint(1, max_len), rng.choice([e for e in EDGES if e <= max_len])])
+    edge = rng.choice([e for e in EDGES if e <= max_len])
+    kv_len = rng.choice([rng.randint(1, max_len), rng.randint(max_len // 2, max_len), edge])
     q_len = rng.choice([kv_len, kv_len, rng.randint(1, kv_len), 1])
     kv_heads, group = rng.choice([1, 2, 3]), rng.choice([1, 2, 4, 7])
-    widths = [None, rng.randint(1, kv_len + 1), kv_len, *rng.choices(EDGES, k=3)]
+    widths = [None, kv_len, rng.randint(1, kv_len + 1), rng.randint(1, kv_len // 2 + 1), *rng.choices(EDGES, k=3)]
     return Case(
         dtype,
         head_dim,
@@ -57,7 +58,7 @@ def draw(rng: random.Random, dtype: torch.dtype, head_dim: int, max_len: int = 4
         q_len,
         kv_len,
         tuple(rng.choice(widths) for _ in range(kv_heads * group)),
-        rng.choice([0, 0, 1, 4, 70]),
+        rng.choice([0, 0, 1, 4, 4, 70]),
         rng.choice(["none", "none", "left", "right", "packed"]),
         rng.choice([None, None, rng.randint(1, kv_len + 1)]),
         rng.choice([None, None, 4.0, 30.0]),

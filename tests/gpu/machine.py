@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -67,6 +68,7 @@ def sanitize(check: Check) -> dict[str, str]:
         )
         return {tool: "not run: there is no compute-sanitizer" for tool in TOOLS}
     script = str(Path(__file__).with_name("sanitized.py"))
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     facts = {}
     for tool in TOOLS:
         # torch's own kernels are not ours to judge, and checking them takes minutes
@@ -74,7 +76,7 @@ def sanitize(check: Check) -> dict[str, str]:
         command += [sys.executable, script, str(check.seed)]
         seconds = max(20.0, min(90.0, check.seconds_left() / 6))
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
         except subprocess.TimeoutExpired:
             facts[tool] = f"not finished in {seconds:.0f} s"
         else:

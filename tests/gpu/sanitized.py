@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2])]
 
 import cases
 import torch
 
+from aah_hf.ops import native
+
+assert native.missing_on_gpu(0) is None, native.status()
 rng = random.Random(int(sys.argv[1]))
 for dtype in cases.DTYPES:
     for head_dim in (64, 128, 80):
