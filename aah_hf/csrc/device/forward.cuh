@@ -18,6 +18,24 @@ struct ForwardShape {
   static constexpr int kStride = tile_stride(sizeof(T), kDim);
 };
 
+// Where a block works. Found before the loop over keys and again behind it, rather than kept: registers are what is scarce.
+struct Place {
+  Entry entry;
+  Sequence s;
+  int32_t q_begin, q_end;
+};
+
+AAH_DEVICE bool find_place(const ForwardArguments& a, int32_t tile_queries, Place* place) {
+  place->entry = a.entries[block_index()];
+  if (!locate(a, place->entry, tile_queries, &place->s, &place->q_begin)) return false;
+  place->q_end = smaller(place->q_begin + tile_queries, place->s.q_len);
+  return true;
+}
+
+AAH_DEVICE Rule rule_of(const ForwardArguments& a, const Sequence& s, int32_t head) {
+  return {a.window[head], a.sinks, a.limit, s.start, s.stop, s.kv_len};
+}
+
 AAH_DEVICE int64_t lse_index(const ForwardArguments& a, const Sequence& s, int32_t head, int32_t query) {
   return (static_cast<int64_t>(s.q_batch) * a.q_heads + head) * a.q_len + s.q_offset + query;
 }
@@ -28,11 +46,18 @@ AAH_DEVICE char* row_of(const Rows& t, int32_t batch, int32_t token, int32_t hea
 
 AAH_DEVICE bool sees_nothing(AahSpan s) { return s.begin >= s.end && s.sink_begin >= s.sink_end; }
 
+// The hull of those of the queries [begin, end) that are real tokens; empty if none is.
+AAH_DEVICE Hull hull_of_queries(const Sequence& s, const Rule& rule, int32_t begin, int32_t end) {
+  const Queries real = real_queries(s, begin, end);
+  if (real.begin >= real.end) return {0, 0, 0, 0, 0, 0};
+  return hull_of(rule.span(s.q_start + real.begin), rule.span(s.q_start + real.end - 1));
+}
+
 // Rows of a warp's output to global memory, each thread 16 bytes: through the warp's own rows of the Q tile, which no one
 // reads any more.
 template <class T, int kDim>
-AAH_DEVICE void store_output(const ForwardArguments& a, const Sequence& s, int32_t head, int32_t first_query, char* rows,
-                             float (&o)[ForwardShape<T, kDim>::kRowBlocks][kDim / 8][4]) {
+AAH_DEVICE void store_output(const ForwardArguments& a, const Place& place, int first_row, char* rows,
+                             const float (&o)[ForwardShape<T, kDim>::kRowBlocks][kDim / 8][4]) {
   typedef ForwardShape<T, kDim> F;
   constexpr int kBytes = sizeof(T), kChunks = kDim * kBytes / 16;
   const int lane = lane_index();
@@ -43,64 +68,99 @@ AAH_DEVICE void store_output(const ForwardArguments& a, const Sequence& s, int32
     for (int half = 0; half < 2; ++half) {
       char* row = rows + (m * 16 + half * 8 + lane / 4) * F::kStride + lane % 4 * 2 * kBytes;
       AAH_UNROLL
-      for (int n = 0; n < kDim / 8; ++n) store_shared_pair<T>(row + n * 8 * kBytes, o[m][n][2 * half], o[m][n][2 * half + 1]);
+      for (int n = 0; n < kDim / 8; ++n) {
+        store_shared_pair<T>(row + n * 8 * kBytes, o[m][n][2 * half], o[m][n][2 * half + 1]);
+      }
     }
   }
   sync_warp();
   for (int i = lane; i < F::kWarpQueries * kChunks; i += 32) {
     const int row = i / kChunks, chunk = i % kChunks;
-    if (first_query + row >= s.q_len || chunk * (16 / kBytes) >= a.dim) continue;
-    store_global_chunk(row_of(a.out, s.q_batch, s.q_offset + first_query + row, head, kBytes) + chunk * 16,
-                       load_shared_chunk(rows + row * F::kStride + chunk * 16));
+    const int32_t query = place.q_begin + first_row + row;
+    if (query >= place.q_end || chunk * (16 / kBytes) >= a.dim) continue;
+    store_global_chunk(
+        row_of(a.out, place.s.q_batch, place.s.q_offset + query, place.entry.head, kBytes) + chunk * 16,
+        load_shared_chunk(rows + row * F::kStride + chunk * 16));
   }
 }
 
+// Divides the output by the sums and stores it and the log-sum-exp: the result, or a partial one where keys are split.
 template <class T, int kDim>
-AAH_KERNEL void __launch_bounds__(shape_of(sizeof(T), kDim).threads())
+AAH_DEVICE void finish(const ForwardArguments& a, const Softmax<ForwardShape<T, kDim>::kRowBlocks>& softmax,
+                       float (&o)[ForwardShape<T, kDim>::kRowBlocks][kDim / 8][4]) {
+  typedef ForwardShape<T, kDim> F;
+  Place place;
+  if (!find_place(a, F::kQueries, &place)) return;
+  const Rule rule = rule_of(a, place.s, place.entry.head);
+  const int first_row = warp_index() * F::kWarpQueries;
+  const bool whole = place.entry.splits == 1;
+  const int64_t partial = static_cast<int64_t>(place.entry.partial + place.entry.split) * F::kQueries;
+  AAH_UNROLL
+  for (int m = 0; m < F::kRowBlocks; ++m) {
+    AAH_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + m * 16 + half * 8 + lane_index() / 4;
+      const int32_t query = place.q_begin + row;
+      const bool there = query < place.q_end;
+      const float sum = row_sum(softmax.sum[m][half]);
+      // not 0 * garbage: another row's key may hold NaN
+      const bool empty = !there || sum == 0 || sees_nothing(rule.span(place.s.q_start + query));
+      const float scale = empty ? 0 : 1 / sum;
+      if (there && lane_index() % 4 == 0) {
+        float* lse = whole ? a.lse + lse_index(a, place.s, place.entry.head, query) : a.partial_lse + partial + row;
+        *lse = sum == 0 ? minus_infinity() : softmax.top[m][half] * kLn2 + logf(sum);
+      }
+      AAH_UNROLL
+      for (int n = 0; n < kDim / 8; ++n) {
+        float &x = o[m][n][2 * half], &y = o[m][n][2 * half + 1];
+        x = empty ? 0 : x * scale;
+        y = empty ? 0 : y * scale;
+        if (there && !whole) store_pair<float>(a.partial_out + (partial + row) * kDim + n * 8 + lane_index() % 4 * 2, x, y);
+      }
+    }
+  }
+  if (whole) store_output<T, kDim>(a, place, first_row, shared_memory() + first_row * F::kStride, o);
+}
+
+template <class T, int kDim>
+AAH_KERNEL void __launch_bounds__(shape_of(sizeof(T), kDim).threads(), 1)  // 1: all 255 registers may be used
+   
     forward_kernel(const __grid_constant__ ForwardArguments a) {
   typedef ForwardShape<T, kDim> F;
-  constexpr int kRowBlocks = F::kRowBlocks, kKeys = F::kKeys, kBytes = sizeof(T);
-  const Entry entry = a.entries[block_index()];
-  Sequence s;
-  int32_t q_begin;
-  if (!locate(a, entry, F::kQueries, &s, &q_begin)) return;
-  const int32_t head = entry.head, kv_head = head / a.group;
-  const Rule rule = {a.window[head], a.sinks, a.limit, s.start, s.stop, s.kv_len};
-
-  char* const q_tile = shared_memory();
-  char* const stages = q_tile + F::kQueries * F::kStride;  // K, V of stage 0, K, V of stage 1
-  constexpr int kTileBytes = kKeys * F::kStride;
+  constexpr int kRowBlocks = F::kRowBlocks, kKeys = F::kKeys, kBytes = sizeof(T), kTileBytes = kKeys * F::kStride;
+  Place place;
+  if (!find_place(a, F::kQueries, &place)) return;
+  const Sequence& s = place.s;
+  const int32_t head = place.entry.head, q_begin = place.q_begin;
+  const Rule rule = rule_of(a, s, head);
+  const int first_row = warp_index() * F::kWarpQueries;
 
   // The block's keys, and those of this warp: it sits out tiles that only other warps' queries see.
-  const int32_t q_end = smaller(q_begin + F::kQueries, s.q_len);
-  const Queries block = real_queries(s, q_begin, q_end);
-  const int32_t warp_begin = smaller(q_begin + warp_index() * F::kWarpQueries, q_end);
-  const Queries warp = real_queries(s, warp_begin, smaller(warp_begin + F::kWarpQueries, q_end));
-  Hull hull = {0, 0, 0, 0, 0, 0}, warp_hull = hull;
-  if (block.begin < block.end) {
-    hull = hull_of(rule.span(s.q_start + block.begin), rule.span(s.q_start + block.end - 1));
-  }
-  if (warp.begin < warp.end) {
-    warp_hull = hull_of(rule.span(s.q_start + warp.begin), rule.span(s.q_start + warp.end - 1));
-  }
+  const Hull hull = hull_of_queries(s, rule, q_begin, place.q_end);
+  const Hull warp_hull = hull_of_queries(s, rule, smaller(q_begin + first_row, place.q_end),
+                                         smaller(q_begin + first_row + F::kWarpQueries, place.q_end));
   const Tiles tiles = tiles_of(hull, kKeys);
-  const int32_t first = static_cast<int32_t>(static_cast<int64_t>(tiles.count()) * entry.split / entry.splits);
-  const int32_t last = static_cast<int32_t>(static_cast<int64_t>(tiles.count()) * (entry.split + 1) / entry.splits);
+  const int64_t count = tiles.count();
+  const int32_t first = static_cast<int32_t>(count * place.entry.split / place.entry.splits);
+  const int32_t last = static_cast<int32_t>(count * (place.entry.split + 1) / place.entry.splits);
 
-  const auto load_keys = [&](int32_t i) {
+  char* const q_tile = shared_memory();
+  char* const stages = q_tile + F::kQueries * F::kStride;  // K and V of stage 0, K and V of stage 1
+  const char* const keys = row_of(a.k, s.k_batch, s.k_offset, head / a.group, kBytes);
+  const char* const values = row_of(a.v, s.k_batch, s.k_offset, head / a.group, kBytes);
+  const auto stage_of = [&](int32_t i) { return stages + (i & 1) * (2 * kTileBytes); };
+  const auto load_tile = [&](int32_t i) {
     const int32_t key = tiles.at(i) * kKeys;
     const auto real = [&](int row) { return overlaps(hull, key + row, key + row + 1); };
-    char* stage = stages + (i - first) % 2 * (2 * kTileBytes);
-    load_rows<T, kDim, kKeys, F::kThreads>(stage, a.k, row_of(a.k, s.k_batch, s.k_offset + key, kv_head, kBytes), a.dim, real);
-    load_rows<T, kDim, kKeys, F::kThreads>(stage + kTileBytes, a.v,
-                                           row_of(a.v, s.k_batch, s.k_offset + key, kv_head, kBytes), a.dim, real);
+    load_rows<T, kDim, kKeys, F::kThreads>(stage_of(i), a.k, keys + key * a.k.length * kBytes, a.dim, real);
+    load_rows<T, kDim, kKeys, F::kThreads>(stage_of(i) + kTileBytes, a.v, values + key * a.v.length * kBytes, a.dim, real);
     copy_async_commit();
   };
 
   float o[kRowBlocks][kDim / 8][4];
   Softmax<kRowBlocks> softmax;
   // A learned sink is a key without a value: it only starts the sum, in one of the row's threads and one split.
-  const bool has_sink = a.sink_logits != nullptr && entry.split == 0;
+  const bool has_sink = a.sink_logits != nullptr && place.entry.split == 0;
   const float sink = has_sink ? a.sink_logits[head] * kLog2e : minus_infinity();
   AAH_UNROLL
   for (int m = 0; m < kRowBlocks; ++m) {
@@ -110,75 +170,31 @@ AAH_KERNEL void __launch_bounds__(shape_of(sizeof(T), kDim).threads())
     softmax.sum[m][0] = softmax.sum[m][1] = has_sink && lane_index() % 4 == 0 ? 1 : 0;
   }
 
-  char* const warp_rows = q_tile + warp_index() * F::kWarpQueries * F::kStride;
-  const int32_t position = s.q_start + q_begin + warp_index() * F::kWarpQueries;  // of the warp's first row
   if (first < last) {
+    const Queries real = real_queries(s, q_begin, place.q_end);
     load_rows<T, kDim, F::kQueries, F::kThreads>(
         q_tile, a.q, row_of(a.q, s.q_batch, s.q_offset + q_begin, head, kBytes), a.dim,
-        [&](int row) { return q_begin + row >= block.begin && q_begin + row < block.end; });
-    load_keys(first);  // in one group with Q
+        [&](int row) { return q_begin + row >= real.begin && q_begin + row < real.end; });
+    load_tile(first);  // in one group with Q
   }
   const bool transform = a.softcap != 0 || !(a.factor > 0);
   const float factor = transform ? 1 : a.factor;
+  const int32_t position = s.q_start + q_begin + first_row;
   for (int32_t i = first; i < last; ++i) {
     copy_async_wait<0>();
     sync_block();
-    if (i + 1 < last) load_keys(i + 1);  // after the barrier: every warp is done with that stage
+    if (i + 1 < last) load_tile(i + 1);  // after the barrier: every warp is done with that stage
     const int32_t key = tiles.at(i) * kKeys;
-    if (!overlaps(warp_hull, key, key + kKeys)) continue;
-    const char* stage = stages + (i - first) % 2 * (2 * kTileBytes);
+    // less exact than overlaps(), which would keep one more register alive through the loop
+    if (key >= warp_hull.sink_end && (key >= warp_hull.end || key + kKeys <= warp_hull.begin)) continue;
     float scores[kRowBlocks][kKeys / 8][4];
-    multiply_queries_keys<T, kDim, kRowBlocks, kKeys>(scores, warp_rows, stage);
+    multiply_queries_keys<T, kDim, kRowBlocks, kKeys>(scores, q_tile + first_row * F::kStride, stage_of(i));
     if (transform) transform_scores(scores, a.factor, a.softcap);
     if (key < warp_hull.all_begin || key + kKeys > warp_hull.all_end) mask_scores(scores, rule, position, key);
     update_softmax(scores, factor, softmax, o);
-    multiply_probabilities_values<T, kDim, kRowBlocks, kKeys>(o, scores, stage + kTileBytes);
+    multiply_probabilities_values<T, kDim, kRowBlocks, kKeys>(o, scores, stage_of(i) + kTileBytes);
   }
-
-  AAH_UNROLL
-  for (int m = 0; m < kRowBlocks; ++m) {
-    AAH_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int row = warp_index() * F::kWarpQueries + m * 16 + half * 8 + lane_index() / 4;
-      const int32_t query = q_begin + row;
-      const float sum = row_sum(softmax.sum[m][half]);
-      // not 0 * garbage: another row's key may hold NaN
-      const bool empty = query >= q_end || sum == 0 || sees_nothing(rule.span(s.q_start + query));
-      const float scale = empty ? 0 : 1 / sum;
-      AAH_UNROLL
-      for (int n = 0; n < kDim / 8; ++n) {
-        AAH_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          float& x = o[m][n][2 * half + i];
-          x = empty ? 0 : x * scale;
-        }
-      }
-      if (query >= q_end || lane_index() % 4 != 0) continue;
-      const float lse = sum == 0 ? minus_infinity() : softmax.top[m][half] * kLn2 + logf(sum);
-      if (entry.splits == 1) {
-        a.lse[lse_index(a, s, head, query)] = lse;
-      } else {
-        a.partial_lse[static_cast<int64_t>(entry.partial + entry.split) * F::kQueries + row] = lse;
-      }
-    }
-  }
-  if (entry.splits == 1) {
-    store_output<T, kDim>(a, s, head, q_begin + warp_index() * F::kWarpQueries, warp_rows, o);
-    return;
-  }
-  float* partial = a.partial_out + static_cast<int64_t>(entry.partial + entry.split) * F::kQueries * kDim;
-  AAH_UNROLL
-  for (int m = 0; m < kRowBlocks; ++m) {
-    AAH_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int row = warp_index() * F::kWarpQueries + m * 16 + half * 8 + lane_index() / 4;
-      if (q_begin + row >= q_end) continue;
-      AAH_UNROLL
-      for (int n = 0; n < kDim / 8; ++n) {
-        store_pair<float>(partial + row * kDim + n * 8 + lane_index() % 4 * 2, o[m][n][2 * half], o[m][n][2 * half + 1]);
-      }
-    }
-  }
+  finish<T, kDim>(a, softmax, o);
 }
 
 }  // namespace aah

@@ -16,7 +16,7 @@ AAH_KERNEL void __launch_bounds__(kMergeThreads)
   Sequence s;
   int32_t q_begin;
   if (!locate(a, entry, tile_queries, &s, &q_begin)) return;
-  const Rule rule = {a.window[entry.head], a.sinks, a.limit, s.start, s.stop, s.kv_len};
+  const Rule rule = rule_of(a, s, entry.head);
   const int first = block_index() % groups * kMergeRows;
   for (int row = first + warp_index(); row < first + kMergeRows; row += kMergeThreads / 32) {
     const int32_t query = q_begin + row;

@@ -89,7 +89,7 @@ AAH_HD Hull hull_of(AahSpan first, AahSpan last) {
   Hull h = {first.sink_begin, last.sink_end, first.begin, last.end, last.begin, first.end};
   if (h.begin > h.end) h.begin = h.end;
   if (h.sink_end > h.begin && h.begin < h.end) h.sink_end = h.begin;  // keys above are in the band already
-  if (h.sink_begin > h.sink_end) h.sink_begin = h.sink_end;
+  if (h.sink_begin >= h.sink_end) h.sink_begin = h.sink_end = 0;
   return h;
 }
 

@@ -15,13 +15,23 @@ AAH_DEVICE int warp_index() { return thread_index() / 32; }
 template <class T, int kDim, int kRows, int kThreads, class Real>
 AAH_DEVICE void load_rows(char* tile, const Rows& tensor, const char* first, int32_t dim, Real real) {
   constexpr int kChunks = kDim * static_cast<int>(sizeof(T)) / 16, kStride = tile_stride(sizeof(T), kDim);
+  // A thread keeps its column: kGroup threads beside each other read a row, or several where rows are short.
+  constexpr int kGroup = kChunks % 16 == 0 ? 16 : kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;
+  constexpr int kStep = kThreads / kGroup;
   const int64_t stride = tensor.length * static_cast<int64_t>(sizeof(T));
+  const int row = thread_index() / kGroup, chunk = thread_index() % kGroup;
+  const char* from = first + row * stride + chunk * 16;
+  char* to = tile + row * kStride + chunk * 16;
   AAH_UNROLL
-  for (int i = 0; i < (kRows * kChunks + kThreads - 1) / kThreads; ++i) {
-    const int n = i * kThreads + thread_index(), row = n / kChunks, chunk = n % kChunks;
-    if (kRows * kChunks % kThreads != 0 && n >= kRows * kChunks) break;
-    const bool read = real(row) && chunk * (16 / static_cast<int>(sizeof(T))) < dim;
-    copy_async(tile + row * kStride + chunk * 16, read ? first + row * stride + chunk * 16 : tensor.data, read);
+  for (int i = 0; i < kRows; i += kStep) {
+    if (kRows % kStep != 0 && row + i >= kRows) break;
+    const bool read_row = real(row + i);
+    AAH_UNROLL
+    for (int c = 0; c < kChunks; c += kGroup) {
+      const bool read = read_row && (c + chunk) * (16 / static_cast<int>(sizeof(T))) < dim;
+      copy_async(to + i * kStride + c * 16, read ? from + c * 16 : tensor.data, read);
+    }
+    from += kStep * stride;
   }
 }
 
