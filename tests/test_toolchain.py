@@ -241,6 +241,7 @@ FACTS = {"targets": "80,90", "runtime": 13000, "driver": 13010, "devices": 1}
         (FACTS, (7, 5), "compute capability 75.*built for 80 and newer"),
         (FACTS | {"targets": "90"}, (8, 9), "compute capability 89.*built for 90"),
         (FACTS | {"driver": 12080}, (9, 0), "driver is for CUDA 12.*built with CUDA 13; update"),
+        (FACTS | {"driver": 0}, (9, 0), "no NVIDIA driver"),
         (None, (9, 0), "built without code for GPUs; `aah build`"),
     ],
 )

@@ -130,6 +130,8 @@ def missing_on_gpu(index: int) -> str | None:
 def _gpu_refusal(cuda: dict[str, Any] | None, capability: tuple[int, int]) -> str | None:
     if cuda is None:
         return "the native operator was built without code for GPUs; `aah build` adds it where it finds nvcc"
+    if cuda["driver"] == 0:
+        return "there is no NVIDIA driver, or it does not answer"
     if cuda["driver"] // 1000 < cuda["runtime"] // 1000:  # of one major version every driver serves every runtime
         have, want = cuda["driver"] // 1000, cuda["runtime"] // 1000
         return f"the driver is for CUDA {have} and the native operator was built with CUDA {want}; update the driver"
