@@ -63,7 +63,7 @@ def padded(head_dim: int) -> int:
 
 
 def compile_once(source: str, flags: tuple[str, ...], root: Path = CSRC, suffix: str = ".so") -> Path:
-    """One program or library of csrc/sim, kept in the cache folder until any of its sources changes."""
+    """A program, library or object, kept in the cache folder until any of the sources changes."""
     assert COMPILER is not None
     digest = hashlib.sha256("\0".join([source, *FLAGS, *flags, COMPILER]).encode())
     for path in sorted(p for folder in FOLDERS for p in (root / folder).glob("*.*")):
@@ -86,15 +86,18 @@ class Emulator:
 
     dim: int
     root: Path = CSRC
+    flags: tuple[str, ...] = ()
 
     @functools.cached_property
     def function(self):
-        flags = ("-DAAH_SIM", f"-DAAH_DIM={self.dim}", "-fPIC", "-shared")
-        path = compile_once("sim/forward.cpp sim/machine.cpp", flags, self.root)
+        flags = ("-DAAH_SIM", f"-DAAH_DIM={self.dim}", "-fPIC", "-shared", *self.flags)
+        machine = compile_once("sim/machine.cpp", ("-fPIC", "-c"), suffix=".o")
+        path = compile_once(f"sim/forward.cpp {machine}", flags, self.root)
         function = ctypes.CDLL(str(path)).aah_sim_fwd
         function.argtypes = [
             ctypes.POINTER(_Params),
             *[ctypes.c_int64] * 2,
+            ctypes.c_int,
             ctypes.c_int,
             ctypes.c_uint64,
             ctypes.c_int,
@@ -132,6 +135,7 @@ def forward(
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
     limit: int | None = None,
     processors: int = 1,
+    most: int = 0,
     seed: int = 0,
     lazy: bool = True,
     with_emulator: Emulator | None = None,
@@ -141,6 +145,7 @@ def forward(
 
     Args:
         processors: multiprocessors to plan for; with more than one, long rows are split where blocks are few.
+        most: split the keys of tiles that visit more tiles of keys than this; 0 leaves it to the plan.
         seed: schedule of the warps; 0 is lockstep.
         lazy: asynchronous copies land when they are waited for, not at once.
     """
@@ -165,7 +170,7 @@ def forward(
     splits, error = ctypes.c_int(), ctypes.create_string_buffer(500)
     function = (with_emulator or emulator(padded(dim))).function
     max_q, max_k = max_lengths or (q_len, k.shape[1])
-    status = function(p, max_q, max_k, processors, seed, lazy, ctypes.byref(splits), error, len(error))
+    status = function(p, max_q, max_k, processors, most, seed, lazy, ctypes.byref(splits), error, len(error))
     if status == -1:
         raise SimError(error.value.decode())
     assert status == 0, f"AahStatus {status}"

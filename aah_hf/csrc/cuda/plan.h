@@ -108,15 +108,14 @@ inline Plan arrange(const std::vector<Item>& items, double most, int processors)
   return plan;
 }
 
-inline Plan make_plan(const Problem& p) {
+// One item per tile and head, unsplit.
+inline std::vector<Item> items_of(const Problem& p) {
   const int64_t queries = p.shape.queries();
   std::vector<Item> items;
   const auto add = [&](int64_t row, int64_t tile, int64_t head, int32_t tiles) {
     const Entry e = {static_cast<int32_t>(row), static_cast<int32_t>(tile), static_cast<int32_t>(head), 0, 1, 0};
     items.push_back({e, tiles});
   };
-  double work = 0;
-  int32_t longest = 0;
   std::vector<int32_t> of_head(p.q_heads);
   if (p.documents > 0) {
     // Where documents lie in the slots only the device knows, so all tiles of a head are taken to be the longest one's.
@@ -137,6 +136,13 @@ inline Plan make_plan(const Problem& p) {
       }
     }
   }
+  return items;
+}
+
+inline Plan make_plan(const Problem& p) {
+  const std::vector<Item> items = items_of(p);
+  double work = 0;
+  int32_t longest = 0;
   for (const Item& item : items) {
     work += cost_of(item.tiles, 1);
     longest = std::max(longest, item.tiles);

@@ -44,6 +44,11 @@ AAH_DEVICE char* row_of(const Rows& t, int32_t batch, int32_t token, int32_t hea
   return t.data + (batch * t.batch + token * t.length + head * t.head) * bytes;
 }
 
+// A learned sink is a key without a value: it only starts the sum, of one split.
+AAH_DEVICE float sink_of(const ForwardArguments& a, const Entry& e) {
+  return a.sink_logits && e.split == 0 ? a.sink_logits[e.head] : minus_infinity();
+}
+
 AAH_DEVICE bool sees_nothing(AahSpan s) { return s.begin >= s.end && s.sink_begin >= s.sink_end; }
 
 // The hull of those of the queries [begin, end) that are real tokens; empty if none is.
@@ -103,12 +108,16 @@ AAH_DEVICE void finish(const ForwardArguments& a, const Softmax<ForwardShape<T, 
       const int32_t query = place.q_begin + row;
       const bool there = query < place.q_end;
       const float sum = row_sum(softmax.sum[m][half]);
-      // not 0 * garbage: another row's key may hold NaN
-      const bool empty = !there || sum == 0 || sees_nothing(rule.span(place.s.q_start + query));
+      // By the rule and not by the sum: padding has had no mask where all others of its warp see a whole tile, and
+      // 0 * garbage will not do since another row's key may hold NaN.
+      const bool blind = !there || sees_nothing(rule.span(place.s.q_start + query));
+      const bool empty = blind || sum == 0;  // a part of the keys may hold none that the row sees
       const float scale = empty ? 0 : 1 / sum;
       if (there && lane_index() % 4 == 0) {
         float* lse = whole ? a.lse + lse_index(a, place.s, place.entry.head, query) : a.partial_lse + partial + row;
-        *lse = sum == 0 ? minus_infinity() : softmax.top[m][half] * kLn2 + logf(sum);
+        *lse = blind      ? sink_of(a, place.entry)
+               : sum == 0 ? minus_infinity()
+                          : softmax.top[m][half] * kLn2 + logf(sum);
       }
       AAH_UNROLL
       for (int n = 0; n < kDim / 8; ++n) {
@@ -123,8 +132,7 @@ AAH_DEVICE void finish(const ForwardArguments& a, const Softmax<ForwardShape<T, 
 }
 
 template <class T, int kDim>
-AAH_KERNEL void __launch_bounds__(shape_of(sizeof(T), kDim).threads(), 1)  // 1: all 255 registers may be used
-   
+AAH_KERNEL void __launch_bounds__(shape_of(sizeof(T), kDim).threads(), 1)  // 1: all registers may be used
     forward_kernel(const __grid_constant__ ForwardArguments a) {
   typedef ForwardShape<T, kDim> F;
   constexpr int kRowBlocks = F::kRowBlocks, kKeys = F::kKeys, kBytes = sizeof(T), kTileBytes = kKeys * F::kStride;
@@ -159,15 +167,13 @@ AAH_KERNEL void __launch_bounds__(shape_of(sizeof(T), kDim).threads(), 1)  // 1:
 
   float o[kRowBlocks][kDim / 8][4];
   Softmax<kRowBlocks> softmax;
-  // A learned sink is a key without a value: it only starts the sum, in one of the row's threads and one split.
-  const bool has_sink = a.sink_logits != nullptr && place.entry.split == 0;
-  const float sink = has_sink ? a.sink_logits[head] * kLog2e : minus_infinity();
+  const float sink = sink_of(a, place.entry) * kLog2e;
   AAH_UNROLL
   for (int m = 0; m < kRowBlocks; ++m) {
     AAH_UNROLL
     for (int n = 0; n < kDim / 8; ++n) o[m][n][0] = o[m][n][1] = o[m][n][2] = o[m][n][3] = 0;
     softmax.top[m][0] = softmax.top[m][1] = sink;
-    softmax.sum[m][0] = softmax.sum[m][1] = has_sink && lane_index() % 4 == 0 ? 1 : 0;
+    softmax.sum[m][0] = softmax.sum[m][1] = sink != minus_infinity() && lane_index() % 4 == 0 ? 1 : 0;  // one of four lanes
   }
 
   if (first < last) {

@@ -36,16 +36,17 @@ std::string run(const ForwardArguments& a, const Plan& plan, int tile_queries, c
 
 }  // namespace
 
-// Like aah_cuda_fwd, with pointers of the host. `processors`: multiprocessors to plan for; `*splits`: tiles whose keys were
-// split. What the emulator objects to goes to `error`, and the result is then -1.
-extern "C" AAH_EXPORT int aah_sim_fwd(const AahParams* params, int64_t max_q, int64_t max_k, int processors, uint64_t seed,
-                                      int lazy, int* splits, char* error, int error_bytes) {
+// Like aah_cuda_fwd, with pointers of the host. `processors`: multiprocessors to plan for; `most`: 0, or split whatever visits
+// more tiles of keys than this; `*splits`: tiles of queries whose keys were split. What the emulator objects to goes to
+// `error`, and the result is then -1.
+extern "C" AAH_EXPORT int aah_sim_fwd(const AahParams* params, int64_t max_q, int64_t max_k, int processors, int most,
+                                      uint64_t seed, int lazy, int* splits, char* error, int error_bytes) {
   if (int status = check(*params)) return status;
   if (padded_dim(static_cast<int>(params->head_dim)) != AAH_DIM) return AAH_ERROR_SHAPE;
   *splits = 0;
   if (params->batch == 0 || params->q_len == 0) return AAH_OK;
   const Problem problem = problem_of(*params, max_q, max_k, processors);
-  const Plan plan = make_plan(problem);
+  const Plan plan = most > 0 ? arrange(items_of(problem), most, processors) : make_plan(problem);
   *splits = static_cast<int>(plan.merges.size());
   const int tile = problem.shape.queries();
   std::vector<float> partial_out(plan.partials * tile * AAH_DIM), partial_lse(plan.partials * tile);

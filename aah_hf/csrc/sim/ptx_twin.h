@@ -10,7 +10,7 @@
 #define AAH_DEVICE inline
 #define AAH_KERNEL
 #define AAH_UNROLL
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __grid_constant__
 
 namespace aah {

@@ -27,14 +27,7 @@ int main(int argc, char** argv) {
       p.sinks = 4;
       p.processors = processors;
       const aah::Plan plan = aah::make_plan(p);
-      std::vector<aah::Item> items;
-      for (const aah::Entry& e : plan.entries) {
-        if (e.split > 0) continue;
-        const int64_t begin = e.tile * static_cast<int64_t>(p.shape.queries());
-        const int64_t end = std::min<int64_t>(begin + p.shape.queries(), p.q_len);
-        items.push_back({e, aah::expected_tiles(p, window[e.head], begin, end, p.kv_len, p.kv_len - p.q_len)});
-      }
-      const aah::Plan unsplit = aah::arrange(items, 0, processors);
+      const aah::Plan unsplit = aah::arrange(aah::items_of(p), 0, processors);
       std::printf("%d %lld %zu %zu %lld %.1f %.1f %.3f %.3f\n", heads, static_cast<long long>(length), plan.entries.size(),
                   plan.merges.size(), static_cast<long long>(plan.partials), plan.makespan, plan.ideal,
                   plan.makespan / plan.ideal, unsplit.makespan / plan.ideal);
