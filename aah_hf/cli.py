@@ -499,9 +499,9 @@ def _gpu_backend(native: Any) -> str:
     if not torch.cuda.is_available():
         where = "no GPU here"
     else:
-        from .ops.native import missing_on_gpu
+        from .ops import gpu
 
-        missing = missing_on_gpu(torch.cuda.current_device())
+        missing = gpu.missing(torch.cuda.current_device())
         where = f"used on {torch.cuda.get_device_name()}" if missing is None else f"not used: {missing}"
     return f"{what} ({where}). {UNPROVEN}"
 

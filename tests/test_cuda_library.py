@@ -182,7 +182,7 @@ def test_the_library_needs_no_cuda_and_offers_none(built):
 LOAD = """
 import json, sys, torch
 from pathlib import Path
-from aah_hf.ops import native, reference
+from aah_hf.ops import gpu, native, reference
 info = native._open(Path(sys.argv[1]))
 q, k, v = (torch.randn(1, n, 70, 16, requires_grad=True) for n in (4, 2, 2))
 out, lse = native.forward(q, k, v, [1, 30, 64, None], 3)
@@ -190,7 +190,7 @@ want, _ = reference.attention(q, k, v, [1, 30, 64, 70], 3)
 got = torch.autograd.grad(out.sum(), (q, k, v))
 exact = torch.autograd.grad(want.sum(), (q, k, v))
 info["error"] = max(float((a.double() - b.double()).abs().max()) for a, b in zip((out, *got), (want, *exact)))
-info["why"] = native._gpu_refusal(info["cuda"], (9, 0))
+info["why"] = gpu.refusal(info["cuda"], (9, 0))
 info["torch"] = torch.version.cuda
 window = torch.tensor([1, 2, 3, 4], dtype=torch.int32)
 args = [x.detach().transpose(1, 2) for x in (q, k, v)] + [window] + [None] * 6 + [70, 70, 2, native.UNLIMITED, 0.25, 0.0]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from aah_hf import OperatorError
-from aah_hf.ops import attention, build, library, native, recipes, toolchain
+from aah_hf.ops import attention, build, gpu, library, native, recipes, toolchain
 from aah_hf.ops.recipes import CudaPart, Recipe, Unit
 from aah_hf.ops.toolchain import NativeBuildError, Nvcc
 
@@ -241,12 +241,14 @@ FACTS = {"targets": "80,90", "runtime": 13000, "driver": 13010, "devices": 1}
         (FACTS, (7, 5), "compute capability 75.*built for 80 and newer"),
         (FACTS | {"targets": "90"}, (8, 9), "compute capability 89.*built for 90"),
         (FACTS | {"driver": 12080}, (9, 0), "driver is for CUDA 12.*built with CUDA 13; update"),
+        (FACTS | {"runtime": 13020}, (9, 0), None),  # machine code needs the major version only
+        (FACTS | {"runtime": 13020}, (12, 0), "no machine code for compute capability 120.*aah build --arch 120"),
         (FACTS | {"driver": 0}, (9, 0), "no NVIDIA driver"),
         (None, (9, 0), "built without code for GPUs; `aah build`"),
     ],
 )
 def test_which_gpus_run_the_kernel(facts, capability, why):
-    found = native._gpu_refusal(facts, capability)
+    found = gpu.refusal(facts, capability)
     assert found is None if why is None else re.search(why, found)
 
 
@@ -258,7 +260,7 @@ def gpu_tensor(heads: int, requires_grad: bool = False, dtype: torch.dtype = tor
 
 
 def choice(monkeypatch, missing: str | None, **kwargs) -> str | None:
-    monkeypatch.setattr(native, "missing_on_gpu", lambda index: missing)
+    monkeypatch.setattr(gpu, "missing", lambda index: missing)
     q, k = gpu_tensor(4, **kwargs), gpu_tensor(2)
     return attention._not_native(q, k, k, 0, None, None, 0.0, None)
 
@@ -267,7 +269,7 @@ def test_gpu_tensors_go_to_the_kernel_where_there_is_one(monkeypatch):
     assert choice(monkeypatch, None) is None
     assert choice(monkeypatch, "why not") == "why not"
     assert attention.backend(gpu_tensor(4)) == "eager"
-    monkeypatch.setattr(native, "missing_on_gpu", lambda index: None)
+    monkeypatch.setattr(gpu, "missing", lambda index: None)
     assert attention.backend(gpu_tensor(4)) == "native"
     assert attention.backend(gpu_tensor(4, dtype=torch.float64)) == "eager"
 
@@ -282,7 +284,7 @@ def test_a_gpu_never_makes_the_operator_compile(monkeypatch):
     monkeypatch.setattr(native, "_status", None)
     monkeypatch.setattr(native, "_find", lambda build_now: pytest.fail("compiled") if build_now else (None, None, {}))
     monkeypatch.setenv("AAH_HF_NATIVE", "1")
-    assert "not built yet" in native.missing_on_gpu(0)
+    assert "not built yet; `aah build` does it" in gpu.missing(0)
     monkeypatch.setenv("AAH_HF_NATIVE", "require")
     with pytest.raises(OperatorError, match="AAH_HF_NATIVE=require, but the native operator is not there"):
-        native.missing_on_gpu(0)
+        gpu.missing(0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OperatorError
-from . import eager, native
+from . import eager, gpu, native
 from .sequences import Sequences
 
 logger = logging.getLogger("aah_hf")
@@ -110,7 +110,7 @@ def backend(q: Tensor) -> str:
 def _missing(q: Tensor) -> str | None:
     """Why there is no native operator where `q` is: None where there is, "" where that is no news."""
     if q.device.type == "cuda":
-        return native.missing_on_gpu(q.device.index)
+        return gpu.missing(q.device.index)
     # `aah info` says which operator runs, and a failed build has been reported
     return None if q.device.type == "cpu" and native.available() else ""
 

@@ -119,6 +119,8 @@ def _is_good(library: Path) -> bool:
 def _compile(recipe: Recipe, compiler: Compiler, work: Path, report: Progress, verbose: bool, jobs: int) -> None:
     """Compile and link into `work`, and write the record."""
     started = time.monotonic()
+    sources = recipe.sources()  # as they are now: whoever edits them meanwhile gets another library next time
+    cuda_sources = None if recipe.cuda is None else recipe.cuda_sources()
     library = work / LIBRARY
     units, link_flags = recipe.units, recipe.link_flags
     if recipe.cuda is not None:  # its kernels take longest, so they start first
@@ -153,7 +155,7 @@ def _compile(recipe: Recipe, compiler: Compiler, work: Path, report: Progress, v
             job.stop()
     manifest = {
         "sha256": sha256(library),
-        "sources": recipe.sources(),
+        "sources": sources,
         "compiler": compiler.version,
         "torch_target": list(recipes.TORCH_TARGET),
         "seconds": round(time.monotonic() - started, 1),
@@ -161,7 +163,7 @@ def _compile(recipe: Recipe, compiler: Compiler, work: Path, report: Progress, v
         "cuda": None
         if recipe.cuda is None
         else {
-            "sources": recipe.cuda_sources(),
+            "sources": cuda_sources,
             "targets": list(recipe.cuda.targets),
             "nvcc": recipe.cuda.nvcc.version,
         },

@@ -90,7 +90,7 @@ def status(*, build_now: bool = False) -> NativeStatus:
     with _lock:
         if _status is not None and _status.available:
             return _status if asked != "0" else NativeStatus(False, "AAH_HF_NATIVE=0", asked, _status.path)
-        if _status is None or _status.mode != asked or (build_now and _status.reason == _NOT_BUILT):
+        if _status is None or _status.mode != asked or (build_now and _status.reason == NOT_BUILT):
             _status = _load(asked, build_now)
         return _status
 
@@ -108,40 +108,6 @@ def available() -> bool:
     return found.available
 
 
-@torch.compiler.assume_constant_result
-def missing_on_gpu(index: int) -> str | None:
-    """Why the native operator cannot run on a GPU of torch's; None where it can. Compiles nothing.
-
-    Raises:
-        OperatorError: `AAH_HF_NATIVE=require` and it cannot.
-    """
-    found = status()
-    if not found.available:
-        why: str | None = f"the native operator is not there: {found.reason}"
-    elif torch.version.hip:
-        why = "the native operator has no code for AMD GPUs"
-    else:
-        why = _gpu_refusal(found.cuda, torch.cuda.get_device_capability(index))
-    if why is not None and found.mode == "require":
-        raise OperatorError(f"AAH_HF_NATIVE=require, but {why}")
-    return why
-
-
-def _gpu_refusal(cuda: dict[str, Any] | None, capability: tuple[int, int]) -> str | None:
-    if cuda is None:
-        return "the native operator was built without code for GPUs; `aah build` adds it where it finds nvcc"
-    if cuda["driver"] == 0:
-        return "there is no NVIDIA driver, or it does not answer"
-    if cuda["driver"] // 1000 < cuda["runtime"] // 1000:  # of one major version every driver serves every runtime
-        have, want = cuda["driver"] // 1000, cuda["runtime"] // 1000
-        return f"the driver is for CUDA {have} and the native operator was built with CUDA {want}; update the driver"
-    targets = [int(word) for word in cuda["targets"].split(",")]
-    here = 10 * capability[0] + capability[1]
-    if here < targets[0]:
-        return f"this GPU has compute capability {here} and the native operator was built for {targets[0]} and newer"
-    return None
-
-
 def supports(q: Tensor) -> str | None:
     """Why the native operator cannot take tensors like `q` [..., head_dim]; None where it can."""
     if q.device.type not in {"cpu", "cuda"}:
@@ -156,7 +122,7 @@ def supports(q: Tensor) -> str | None:
 
 # --- finding and loading ----------------------------------------------------------------------------------------
 
-_NOT_BUILT = "not built yet; it is compiled on first use, or by `aah build`"
+NOT_BUILT = "not built yet; it is compiled on first use, or by `aah build`"
 
 
 def _load(asked: str, build_now: bool) -> NativeStatus:
@@ -172,7 +138,7 @@ def _load(asked: str, build_now: bool) -> NativeStatus:
             logger.warning("attention runs in pure PyTorch, without the native operator: %s", error)
         return NativeStatus(False, str(error), asked)
     if path is None:
-        return NativeStatus(False, _NOT_BUILT, asked)
+        return NativeStatus(False, NOT_BUILT, asked)
     try:
         info = _open(path)
     except (OSError, RuntimeError, AttributeError) as error:
@@ -379,7 +345,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Windowed attention in the native operator; on a CPU differentiable once in q, k, v and sink_logits.
 
-    `available()` must have said yes (on a GPU `missing_on_gpu` None), and `supports(q)` None. Any strides are taken, so [batch, length, heads, ...]
+    `available()` must have said yes (on a GPU `gpu.missing` None), and `supports(q)` None. Any strides are taken, so [batch, length, heads, ...]
     tensors come in transposed without a copy.
 
     Args:
@@ -434,7 +400,6 @@ __all__ = [
     "arrange",
     "available",
     "forward",
-    "missing_on_gpu",
     "mode",
     "status",
     "supports",

@@ -13,7 +13,7 @@ from cases import Case
 from check import Check
 from torch import Tensor
 
-from aah_hf.ops import Sequences, native, reference, windowed_attention
+from aah_hf.ops import Sequences, gpu, native, reference, windowed_attention
 from aah_hf.ops.attention import backend
 
 ROUNDS = 6  # draws of every dtype and head size
@@ -207,8 +207,8 @@ def other_devices(check: Check) -> dict[str, Any]:
         return {"devices": 1}
     case = cases.draw(random.Random(check.seed + 5), torch.bfloat16, 64)
     t = cases.inputs(case, "cuda:1")
-    if native.missing_on_gpu(1) is not None:
-        check.say(f"the second GPU does not run the kernel: {native.missing_on_gpu(1)}")
+    if gpu.missing(1) is not None:
+        check.say(f"the second GPU does not run the kernel: {gpu.missing(1)}")
         return {"devices": torch.cuda.device_count()}
     out, _ = cases.kernel(case, t)
     check.expect(out.device == t.q.device and torch.cuda.current_device() == 0, "the current device has changed")

@@ -15,7 +15,7 @@ import transformers
 from check import Check
 
 from aah_hf.ops import build as native_build
-from aah_hf.ops import library, native, recipes, toolchain
+from aah_hf.ops import gpu, library, native, recipes, toolchain
 from aah_hf.ops.attention import backend
 
 
@@ -51,7 +51,7 @@ def build(check: Check, arch: str, installed: bool) -> dict[str, Any]:
     check.say(f"loaded {status.path}, CUDA {status.cuda}")
     if check.expect(status.available, f"the operator is not there: {status.reason}"):
         q = torch.empty(1, 1, 1, 64, device="cuda", dtype=torch.bfloat16)
-        why = native.missing_on_gpu(0)
+        why = gpu.missing(0)
         check.expect(why is None and backend(q) == "native", f"this GPU does not run it: {why}")
     return facts
 

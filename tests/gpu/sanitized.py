@@ -8,9 +8,9 @@ import sys
 import cases
 import torch
 
-from aah_hf.ops import native
+from aah_hf.ops import gpu, native
 
-assert native.missing_on_gpu(0) is None, native.status()
+assert gpu.missing(0) is None, native.status()
 rng = random.Random(int(sys.argv[1]))
 for dtype in cases.DTYPES:
     for head_dim in (64, 128, 80):
