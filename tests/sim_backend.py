@@ -62,13 +62,19 @@ def padded(head_dim: int) -> int:
     return next(dim for dim in DIMS if dim >= head_dim)
 
 
-def compile_once(source: str, flags: tuple[str, ...], root: Path = CSRC, suffix: str = ".so") -> Path:
-    """A program, library or object, kept in the cache folder until any of the sources changes."""
+def cache_folder() -> Path:
+    return Path(os.environ.get("AAH_HF_CACHE") or Path.home() / ".cache" / "aah_hf") / "sim"
+
+
+def compile_once(
+    source: str, flags: tuple[str, ...], root: Path = CSRC, suffix: str = ".so", folder: Path | None = None
+) -> Path:
+    """A program, library or object, kept in a folder (default the cache) until any of the sources changes."""
     assert COMPILER is not None
     digest = hashlib.sha256("\0".join([source, *FLAGS, *flags, COMPILER]).encode())
     for path in sorted(p for folder in FOLDERS for p in (root / folder).glob("*.*")):
         digest.update(path.name.encode() + path.read_bytes())
-    folder = Path(os.environ.get("AAH_HF_CACHE") or Path.home() / ".cache" / "aah_hf") / "sim"
+    folder = folder or cache_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     target = folder / (digest.hexdigest()[:24] + suffix)
     if not target.is_file():
@@ -87,12 +93,13 @@ class Emulator:
     dim: int
     root: Path = CSRC
     flags: tuple[str, ...] = ()
+    folder: Path | None = None
 
     @functools.cached_property
     def function(self):
         flags = ("-DAAH_SIM", f"-DAAH_DIM={self.dim}", "-fPIC", "-shared", *self.flags)
         machine = compile_once("sim/machine.cpp", ("-fPIC", "-c"), suffix=".o")
-        path = compile_once(f"sim/forward.cpp {machine}", flags, self.root)
+        path = compile_once(f"sim/forward.cpp {machine}", flags, self.root, folder=self.folder)
         function = ctypes.CDLL(str(path)).aah_sim_fwd
         function.argtypes = [
             ctypes.POINTER(_Params),

@@ -178,10 +178,10 @@ Lists& lists() {
 
 // Partial results: outputs, then log-sum-exps.
 int64_t partial_numbers(const Plan& plan, const Problem& problem, int width) {
-  return plan.partials * problem.shape.queries() * width;
+  return batch_rows(problem) * plan.partials * problem.shape.queries() * width;
 }
 int64_t workspace_bytes(const Plan& plan, const Problem& problem, int width) {
-  return 4 * (partial_numbers(plan, problem, width) + plan.partials * problem.shape.queries());
+  return 4 * (partial_numbers(plan, problem, width) + partial_numbers(plan, problem, 1));
 }
 
 cudaError_t launch_forward(const Launch& launch, int width) {
@@ -221,16 +221,20 @@ int forward(const AahParams& p, int64_t max_q, int64_t max_k, void* workspace, c
   const Plan& plan = list->plan;
   if (!plan.merges.empty() && !workspace) return AAH_ERROR_MEMORY;
 
-  Launch launch = {arguments_of(p), p.dtype, device.index, static_cast<int64_t>(plan.entries.size()), stream};
+  const int64_t rows = batch_rows(problem), blocks = static_cast<int64_t>(plan.entries.size()) * rows;
+  if (blocks * (problem.shape.queries() / kMergeRows) > INT32_MAX || plan.partials * rows > INT32_MAX) return AAH_ERROR_SHAPE;
+  Launch launch = {arguments_of(p), p.dtype, device.index, blocks, stream};
   launch.arguments.window = list->window;
   launch.arguments.entries = list->entries;
   launch.arguments.merges = list->merges;
+  launch.arguments.rows = static_cast<int32_t>(rows);
+  launch.arguments.partials = static_cast<int32_t>(plan.partials);
   launch.arguments.partial_out = static_cast<float*>(workspace);
   launch.arguments.partial_lse = static_cast<float*>(workspace) + partial_numbers(plan, problem, width);
   cudaError_t error = launch_forward(launch, width);
   if (error != cudaSuccess) return failed(error, "launching the forward kernel");
   if (plan.merges.empty()) return AAH_OK;
-  launch.entries = static_cast<int64_t>(plan.merges.size());
+  launch.blocks = static_cast<int64_t>(plan.merges.size()) * rows;
   error = launch_merge(launch, problem.shape.queries(), width);
   return error == cudaSuccess ? AAH_OK : failed(error, "launching the merge kernel");
 }

@@ -29,8 +29,8 @@ struct Problem {
 };
 
 struct Plan {
-  std::vector<Entry> entries, merges;
-  int64_t partials = 0;
+  std::vector<Entry> entries, merges;  // of one batch row; all rows are alike
+  int64_t partials = 0;                // of one batch row
   double makespan = 0, ideal = 0;  // by the cost model; ideal: unsplit work spread evenly
 };
 
@@ -49,16 +49,18 @@ inline int32_t expected_tiles(const Problem& p, int32_t window, int64_t begin, i
   return tiles_of(hull_of(span(begin), span(end - 1)), p.shape.keys).count();
 }
 
-// Time until the last processor is done when each takes the next entry as soon as it is free.
-inline double simulate(const std::vector<double>& costs, int processors) {
+// Time until the last processor is done when each takes the next block as soon as it is free; every entry is `rows` blocks.
+inline double simulate(const std::vector<double>& costs, int64_t rows, int processors) {
   std::priority_queue<double, std::vector<double>, std::greater<double>> free_at;
   for (int i = 0; i < processors; ++i) free_at.push(0);
   double end = 0;
   for (double cost : costs) {
-    const double done = free_at.top() + cost;
-    free_at.pop();
-    free_at.push(done);
-    end = std::max(end, done);
+    for (int64_t i = 0; i < rows; ++i) {
+      const double done = free_at.top() + cost;
+      free_at.pop();
+      free_at.push(done);
+      end = std::max(end, done);
+    }
   }
   return end;
 }
@@ -79,7 +81,7 @@ inline int32_t splits_of(int32_t tiles, double most) {
 inline double cost_of(int32_t tiles, int32_t splits) { return kBlockCost + tiles + (splits > 1 ? kPartialCost : 0); }
 
 // The items, longest first, split so that no part has more than `most` tiles (0: none is split).
-inline Plan arrange(const std::vector<Item>& items, double most, int processors) {
+inline Plan arrange(const std::vector<Item>& items, double most, int64_t rows, int processors) {
   std::vector<Item> parts;
   Plan plan;
   for (const Item& item : items) {
@@ -104,16 +106,19 @@ inline Plan arrange(const std::vector<Item>& items, double most, int processors)
     plan.entries.push_back(part.entry);
     costs.push_back(cost_of(part.tiles, part.entry.splits));
   }
-  plan.makespan = simulate(costs, processors) + (plan.merges.empty() ? 0 : kMergeCost);
+  plan.makespan = simulate(costs, rows, processors) + (plan.merges.empty() ? 0 : kMergeCost);
   return plan;
 }
 
-// One item per tile and head, unsplit.
+// Batch rows whose work is the same by what the host knows; packed documents have no rows.
+inline int64_t batch_rows(const Problem& p) { return p.documents > 0 ? 1 : p.batch; }
+
+// One item per tile and head of a batch row, unsplit.
 inline std::vector<Item> items_of(const Problem& p) {
   const int64_t queries = p.shape.queries();
   std::vector<Item> items;
-  const auto add = [&](int64_t row, int64_t tile, int64_t head, int32_t tiles) {
-    const Entry e = {static_cast<int32_t>(row), static_cast<int32_t>(tile), static_cast<int32_t>(head), 0, 1, 0};
+  const auto add = [&](int64_t tile, int64_t head, int32_t tiles) {
+    const Entry e = {static_cast<int32_t>(tile), static_cast<int32_t>(head), 0, 1, 0};
     items.push_back({e, tiles});
   };
   std::vector<int32_t> of_head(p.q_heads);
@@ -124,16 +129,14 @@ inline std::vector<Item> items_of(const Problem& p) {
       of_head[h] = expected_tiles(p, p.window[h], std::max<int64_t>(end - queries, 0), end, p.max_k, offset);
     }
     for (int64_t slot = p.batch * p.q_len / queries + p.documents - 1; slot >= 0; --slot) {
-      for (int64_t h = 0; h < p.q_heads; ++h) add(0, slot, h, of_head[h]);
+      for (int64_t h = 0; h < p.q_heads; ++h) add(slot, h, of_head[h]);
     }
   } else {
     const int64_t offset = p.queries_last ? std::max<int64_t>(p.kv_len - p.q_len, 0) : 0;
     for (int64_t tile = (p.q_len + queries - 1) / queries - 1; tile >= 0; --tile) {
       const int64_t begin = tile * queries, end = std::min(begin + queries, p.q_len);
       for (int64_t h = 0; h < p.q_heads; ++h) of_head[h] = expected_tiles(p, p.window[h], begin, end, p.kv_len, offset);
-      for (int64_t b = 0; b < p.batch; ++b) {
-        for (int64_t h = 0; h < p.q_heads; ++h) add(b, tile, h, of_head[h]);
-      }
+      for (int64_t h = 0; h < p.q_heads; ++h) add(tile, h, of_head[h]);
     }
   }
   return items;
@@ -141,18 +144,26 @@ inline std::vector<Item> items_of(const Problem& p) {
 
 inline Plan make_plan(const Problem& p) {
   const std::vector<Item> items = items_of(p);
+  const int64_t rows = batch_rows(p);
   double work = 0;
   int32_t longest = 0;
   for (const Item& item : items) {
-    work += cost_of(item.tiles, 1);
+    work += cost_of(item.tiles, 1) * static_cast<double>(rows);
     longest = std::max(longest, item.tiles);
   }
   const double ideal = work / p.processors;
-  Plan best = arrange(items, 0, p.processors);
+  // No block ends later than the ideal and one block: with that many blocks there is nothing to gain, or to simulate.
+  if (cost_of(longest, 1) < 0.04 * ideal) {
+    Plan plan = arrange(items, 0, 0, p.processors);
+    plan.ideal = ideal;
+    plan.makespan = ideal + cost_of(longest, 1);
+    return plan;
+  }
+  Plan best = arrange(items, 0, rows, p.processors);
   // Splitting costs something too, and its results lie in memory: only where the list is clearly uneven without.
   if (best.makespan > 1.04 * ideal && longest > 3) {
     for (double share = 1.2; share > 0.08; share *= 0.9) {
-      Plan plan = arrange(items, std::max(share * ideal, 2.0), p.processors);
+      Plan plan = arrange(items, std::max(share * ideal, 2.0), rows, p.processors);
       if (plan.makespan < 0.99 * best.makespan) best = std::move(plan);
     }
   }

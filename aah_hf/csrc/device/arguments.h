@@ -45,13 +45,16 @@ AAH_CONSTEXPR int shared_bytes(int element_bytes, int dim) {
 
 constexpr int kMaxSplits = 64;
 
-// One block's work: a tile of queries of one head, or, where `splits` > 1, the `split`-th part of the keys it visits.
+// A block of the merge kernel takes so many queries, a warp one at a time.
+constexpr int kMergeThreads = 128, kMergeRows = 16;
+
+// One block's work: a tile of queries of one head, or, where `splits` > 1, the `split`-th part of the keys it visits. As far as
+// the host knows, all batch rows are alike, so a list is for one row and every entry is done for each of them.
 struct Entry {
-  int32_t row;   // batch row; unused where documents are packed
   int32_t tile;  // index of the tile in its row; packed: a slot, see locate() in sequence.cuh
   int32_t head;
   int32_t split, splits;
-  int32_t partial;  // index of the first split's partial result
+  int32_t partial;  // index of the first split's partial result, within a row's
 };
 
 // In elements; the last dimension is contiguous.
@@ -66,8 +69,9 @@ struct ForwardArguments {
   const float* sink_logits;
   const int32_t *window, *q_start, *start, *end, *cu_q, *cu_k;
   const Entry *entries, *merges;  // merges: one per tile whose keys are split
-  float* partial_out;             // [partial, queries, padded head size]
-  float* partial_lse;             // [partial, queries], natural logarithm
+  int32_t rows, partials;         // batch rows, or 1 where documents are packed; partial results of each
+  float* partial_out;             // [rows, partials, queries, padded head size]
+  float* partial_lse;             // [rows, partials, queries], natural logarithm
   int32_t batch, q_len, kv_len, q_heads, group, dim, sequences;
   int32_t sinks, limit;
   float factor;   // scores = factor * q . k, in base 2; with a soft cap: the argument of tanh

@@ -21,13 +21,17 @@ struct ForwardShape {
 // Where a block works. Found before the loop over keys and again behind it, rather than kept: registers are what is scarce.
 struct Place {
   Entry entry;
+  int32_t partial;  // index of the first split's partial result
   Sequence s;
   int32_t q_begin, q_end;
 };
 
-AAH_DEVICE bool find_place(const ForwardArguments& a, int32_t tile_queries, Place* place) {
-  place->entry = a.entries[block_index()];
-  if (!locate(a, place->entry, tile_queries, &place->s, &place->q_begin)) return false;
+// The place of the index-th block of a list: entry after entry, each for every batch row.
+AAH_DEVICE bool find_place(const ForwardArguments& a, const Entry* list, int32_t index, int32_t tile_queries, Place* place) {
+  const int32_t row = index % a.rows;
+  place->entry = list[index / a.rows];
+  place->partial = row * a.partials + place->entry.partial;
+  if (!locate(a, place->entry, row, tile_queries, &place->s, &place->q_begin)) return false;
   place->q_end = smaller(place->q_begin + tile_queries, place->s.q_len);
   return true;
 }
@@ -95,11 +99,11 @@ AAH_DEVICE void finish(const ForwardArguments& a, const Softmax<ForwardShape<T, 
                        float (&o)[ForwardShape<T, kDim>::kRowBlocks][kDim / 8][4]) {
   typedef ForwardShape<T, kDim> F;
   Place place;
-  if (!find_place(a, F::kQueries, &place)) return;
+  if (!find_place(a, a.entries, block_index(), F::kQueries, &place)) return;
   const Rule rule = rule_of(a, place.s, place.entry.head);
   const int first_row = warp_index() * F::kWarpQueries;
   const bool whole = place.entry.splits == 1;
-  const int64_t partial = static_cast<int64_t>(place.entry.partial + place.entry.split) * F::kQueries;
+  const int64_t partial = static_cast<int64_t>(place.partial + place.entry.split) * F::kQueries;
   AAH_UNROLL
   for (int m = 0; m < F::kRowBlocks; ++m) {
     AAH_UNROLL
@@ -137,7 +141,7 @@ AAH_KERNEL void __launch_bounds__(shape_of(sizeof(T), kDim).threads(), 1)  // 1:
   typedef ForwardShape<T, kDim> F;
   constexpr int kRowBlocks = F::kRowBlocks, kKeys = F::kKeys, kBytes = sizeof(T), kTileBytes = kKeys * F::kStride;
   Place place;
-  if (!find_place(a, F::kQueries, &place)) return;
+  if (!find_place(a, a.entries, block_index(), F::kQueries, &place)) return;
   const Sequence& s = place.s;
   const int32_t head = place.entry.head, q_begin = place.q_begin;
   const Rule rule = rule_of(a, s, head);

@@ -48,8 +48,9 @@ AAH_HD Sequence sequence_of(const ForwardArguments& a, int32_t i) {
 // Packed: document d's tiles take the slots cu_q[d] / queries + d, + 1, ... These first slots ascend, and never reach the
 // next document's, as ceil(n / t) + floor(x / t) <= floor((x + n) / t) + 1. So total / queries + documents slots
 // hold all tiles, whatever the lengths, and a search finds a slot's document.
-AAH_HD bool locate(const ForwardArguments& a, const Entry& e, int32_t tile_queries, Sequence* s, int32_t* q_begin) {
-  int32_t i = e.row, tile = e.tile;
+AAH_HD bool locate(const ForwardArguments& a, const Entry& e, int32_t row, int32_t tile_queries, Sequence* s,
+                   int32_t* q_begin) {
+  int32_t i = row, tile = e.tile;
   if (a.cu_q) {
     int32_t low = 0, high = a.sequences;  // the last document whose first slot is not beyond e.tile
     while (high - low > 1) {

@@ -27,7 +27,7 @@ int main(int argc, char** argv) {
       p.sinks = 4;
       p.processors = processors;
       const aah::Plan plan = aah::make_plan(p);
-      const aah::Plan unsplit = aah::arrange(aah::items_of(p), 0, processors);
+      const aah::Plan unsplit = aah::arrange(aah::items_of(p), 0, 1, processors);
       std::printf("%d %lld %zu %zu %lld %.1f %.1f %.3f %.3f\n", heads, static_cast<long long>(length), plan.entries.size(),
                   plan.merges.size(), static_cast<long long>(plan.partials), plan.makespan, plan.ideal,
                   plan.makespan / plan.ideal, unsplit.makespan / plan.ideal);
