@@ -49,6 +49,8 @@ class RegimeRun:
         steps: per layer, what it does in the current step.
         controllers: None where the regime has no controller.
         seq_len: tokens of the last sequence that a decision saw, None before.
+        pending: layers that have yet to look at activations before their attention in this step.
+        observing: whether the next step decides, so that this one's attention must be looked at.
     """
 
     def __init__(
@@ -70,8 +72,8 @@ class RegimeRun:
         self.states = [LayerState.start(query_heads, layer) for layer in range(layers)]
         self.steps: list[Step] = [Step((None,) * query_heads, (), "not started") for _ in range(layers)]
         self.seq_len: int | None = None
-        self._pending: set[int] = set()
-        self._observing = False
+        self.pending: set[int] = set()
+        self.observing = False
         self._before: tuple[list[LayerState], list[Step]] | None = None
 
     @property
@@ -87,7 +89,7 @@ class RegimeRun:
     @property
     def looks(self) -> bool:
         """Whether the current step looks at activations: before attention, after it, or both."""
-        return bool(self._pending) or self._observing
+        return bool(self.pending) or self.observing
 
     @property
     def decided(self) -> bool:
@@ -101,8 +103,8 @@ class RegimeRun:
             raise CalibrationError("the step before was not ended; call end() or abandon().")
         self._before = list(self.states), list(self.steps)
         needed = needs_features(self.states[0], self.regime)
-        self._observing = needs_features(replace(self.states[0], step=self.step + 1), self.regime)
-        self._pending = set(range(len(self.states))) if needed else set()
+        self.observing = needs_features(replace(self.states[0], step=self.step + 1), self.regime)
+        self.pending = set(range(len(self.states))) if needed else set()
         if not needed:
             for layer in range(len(self.states)):
                 self._advance(layer, None)
@@ -113,20 +115,20 @@ class RegimeRun:
         Raises:
             CalibrationError: a layer has not run attention; the step is undone then.
         """
-        if self._pending:
-            missing = sorted(self._pending)
+        if self.pending:
+            missing = sorted(self.pending)
             self.abandon()
             raise CalibrationError(
                 f"layers {missing} ran no attention in this step, so nothing could be decided for them: a step is a "
                 "forward pass of the whole model."
             )
-        self._before, self._observing = None, False
+        self._before, self.observing = None, False
 
     def abandon(self) -> None:
         """Undo the step that was begun, if there is one."""
         if self._before is not None:
             self.states, self.steps = self._before
-        self._before, self._observing, self._pending = None, False, set()
+        self._before, self.observing, self.pending = None, False, set()
 
     def attend(
         self,
@@ -148,17 +150,17 @@ class RegimeRun:
             scale: of the scores.
             limit: the layer's own sliding window.
         """
-        if layer in self._pending:
+        if layer in self.pending:
             self.decide(layer, moments(q, k, v), q.shape[2])
         out = run(self.steps[layer].windows)
-        if self._observing:
+        if self.observing:
             self.look(layer, q, k, v, out, scale=scale, limit=limit)
         return out
 
     def decide(self, layer: int, activations: Moments, seq_len: int) -> None:
         """Advance a layer by what its q, k and v amount to in this step."""
         self._advance(layer, activations)
-        self._pending.discard(layer)
+        self.pending.discard(layer)
         self.seq_len = seq_len
 
     def look(
@@ -200,7 +202,7 @@ class RegimeRun:
         elif self.regime.windows == "fixed" and not warm:
             hidden = (self.regime.fixed_window,) * len(index)
         self.steps[layer] = Step(hidden, members if self.regime.groups != "heads" else (), "followed")
-        self._pending.discard(layer)
+        self.pending.discard(layer)
         self.seq_len = seq_len
 
     def plan(self, **provenance: object) -> AAHConfig:
