@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from .errors import AAHError
+from .study.command import study_command
 
 app = typer.Typer(
     name="aah",
@@ -326,6 +327,9 @@ def bench_ops_command(
     out.print(table)
     if overhead:
         out.print("One-query call, µs: " + ", ".join(f"{k} {v:.1f}" for k, v in overhead.items()), highlight=False)
+
+
+app.command("study")(user_errors(study_command))
 
 
 def main() -> None:

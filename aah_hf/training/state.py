@@ -27,7 +27,7 @@ def save_state(run: RegimeRun, folder: str | os.PathLike) -> Path:
     tensors: dict[str, Tensor] = {}
     for layer, (state, step) in enumerate(zip(run.states, run.steps)):
         for name, values in _arrays(state, step).items():
-            tensors[f"layers.{layer}.{name}"] = torch.from_numpy(np.ascontiguousarray(values))
+            tensors[f"layers.{layer}.{name}"] = torch.tensor(values)  # a copy: levels may share one array
     facts = {
         "version": FORMAT_VERSION,
         "regime": run.regime.to_dict(),
