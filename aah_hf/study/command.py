@@ -13,7 +13,8 @@ def study_command(
         "aah-study"
     ),
     preset: Annotated[
-        str, typer.Option(help="small (20 minutes on two cores), or paper (1B parameters at 4096 tokens; several GPUs).")
+        str,
+        typer.Option(help="small (20 minutes on two cores), or paper (1B parameters at 4096 tokens; several GPUs)."),
     ] = "small",
     regime: Annotated[
         list[str] | None,
@@ -30,6 +31,12 @@ def study_command(
     width: Annotated[int | None, typer.Option(help="Hidden size.", min=2)] = None,
     intermediate: Annotated[int | None, typer.Option(help="Width of the MLP.", min=1)] = None,
     learning_rate: Annotated[float | None, typer.Option()] = None,
+    weight_decay: Annotated[float | None, typer.Option()] = None,
+    warmup: Annotated[int | None, typer.Option(help="Steps of linear warm-up of the learning rate.", min=0)] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Micro-batches of a step on each device.", min=1)] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16 (autocast).")] = None,
+    eval_every: Annotated[int | None, typer.Option(help="Steps between points of the curve.", min=1)] = None,
+    eval_sequences: Annotated[int | None, typer.Option(help="Validation sequences, at most.", min=1)] = None,
     control_interval: Annotated[int | None, typer.Option(help="Steps between decisions.", min=1)] = None,
     control_warmup: Annotated[int | None, typer.Option(help="First steps, with full attention.", min=0)] = None,
     data: Annotated[
@@ -48,13 +55,12 @@ def study_command(
     Prints the paper's table with causal coverage, mean and spread over seeds, and what differs beyond the spread; draws
     loss curves and window heatmaps into --out. On several devices start it with `accelerate launch -m aah_hf.cli study`.
     """
-    from accelerate import PartialState
     from rich.table import Table
 
     from ..cli import _print_json, _progress, _quiet, err, out
     from .config import preset as preset_of
     from .results import COLUMNS, findings, table
-    from .run import run_study
+    from .run import process_state, run_study
 
     config = preset_of(
         preset,
@@ -70,6 +76,12 @@ def study_command(
         width=width,
         intermediate=intermediate,
         learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        warmup=warmup,
+        accumulate=accumulate,
+        dtype=dtype,
+        eval_every=eval_every,
+        eval_sequences=eval_sequences,
         control_interval=control_interval,
         control_warmup=control_warmup,
         data=data,
@@ -77,7 +89,7 @@ def study_command(
         vocab_size=vocab_size,
     )
     _quiet()
-    if not PartialState().is_main_process:
+    if not process_state().is_main_process:
         run_study(config, out_dir, keep_models=keep_models)
         return
     with _progress() as progress:

@@ -68,7 +68,7 @@ def run_study(
     """
     from .plots import plot_curves, plot_windows_grid
 
-    out, processes = Path(out), PartialState()
+    out, processes = Path(out), process_state()
     with processes.main_process_first():
         _claim(out, config)
         training_texts, validation_texts = texts(config)
@@ -108,6 +108,11 @@ def run_study(
         len(training) * config.seq_len,
         len(validation) * config.seq_len,
     )
+
+
+def process_state() -> PartialState:
+    """Which of how many processes this is, on CPUs where there is no GPU."""
+    return PartialState(cpu=not torch.cuda.is_available())
 
 
 def _claim(out: Path, config: StudyConfig) -> None:
@@ -160,7 +165,7 @@ class _Run:
             eval_dataset=_dataset(validation),
             callbacks=[clock, windows, clock.end],
         )
-        last = _last_checkpoint(checkpoints)
+        last = _last_checkpoint(checkpoints, config.steps)
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         val_loss = trainer.evaluate()["eval_loss"]
         plan = AAHConfig.from_model(model)
@@ -272,7 +277,10 @@ def _dataset(sequences: Sequence[Tensor]) -> list[dict[str, Tensor]]:
     return [{"input_ids": ids, "labels": ids} for ids in sequences]
 
 
-def _last_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint that was written to its end: our state is the last file that goes in."""
-    found = [path for path in folder.glob("checkpoint-*") if (path / STATE_FILE).exists()]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+def _last_checkpoint(folder: Path, steps: int) -> Path | None:
+    """The newest checkpoint that was written to its end (our state is the last file that goes in).
+
+    Not that of the last step: some steps must be left to be timed.
+    """
+    found = {int(path.parent.name.rpartition("-")[2]): path.parent for path in folder.glob(f"checkpoint-*/{STATE_FILE}")}
+    return max(((step, path) for step, path in found.items() if step < steps), default=(0, None))[1]

@@ -207,4 +207,3 @@ def _sequences(query: Tensor, key: Tensor, mask: Any, kwargs: dict[str, Any]) ->
         raise CalibrationError("decisions cannot be taken where padding lies inside a sequence; pad on one side.")
     largest = max(runs, key=lambda run: len(run.rows) * (run.end - run.start))
     return list(largest.rows), slice(largest.start, largest.end)
-

@@ -76,9 +76,7 @@ class AAHCallback(TrainerCallback):
                 f"the Trainer would split batches over {args.n_gpu} devices with nn.DataParallel, whose copies cannot "
                 "keep windows. Start the script with `accelerate launch` or `torchrun` instead."
             )
-        self.windows = AdaptiveWindows(
-            model, self.regime, sink_tokens=self.sink_tokens, controllers=self.controllers
-        )
+        self.windows = AdaptiveWindows(model, self.regime, sink_tokens=self.sink_tokens, controllers=self.controllers)
         if state.global_step:
             default = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             folder = default if self.resume_from is None else Path(self.resume_from)
@@ -96,9 +94,7 @@ class AAHCallback(TrainerCallback):
     ) -> None:
         self._started().begin_step()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         windows = self._started()
         windows.end_step()
         if not windows.run.decided or not state.is_world_process_zero:

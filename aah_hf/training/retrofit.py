@@ -181,7 +181,9 @@ def train_controllers(
                     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
                 run.end()
                 if not bool(torch.isfinite(loss)):
-                    raise CalibrationError(f"the loss of step {step} is {float(loss.detach())}; check the model's dtype.")
+                    raise CalibrationError(
+                        f"the loss of step {step} is {float(loss.detach())}; check the model's dtype."
+                    )
                 if mixture.acr:  # none during warm-up, when all heads are full and nothing depends on a controller
                     acr = torch.stack(mixture.acr).mean()
                     optimizer.zero_grad()

@@ -118,5 +118,7 @@ def _layer(layer: int, heads: int, tensors: dict[str, Tensor], facts: dict[str, 
         array("index", heads),
         array("executed", heads),
     )
-    grouped = levels[0].groups if levels and len(group_of(levels[0].groups)) and facts["regime"]["groups"] != "heads" else ()
+    grouped = (
+        levels[0].groups if levels and len(group_of(levels[0].groups)) and facts["regime"]["groups"] != "heads" else ()
+    )
     return state, Step(tuple(int(w) or None for w in windows), grouped, "restored")
