@@ -117,6 +117,11 @@ def test_default_candidates_are_the_papers():
     assert regime("fixed_window", seq_len=4096).fixed_window == 1024
 
 
+def test_short_sequences_need_no_candidates_of_the_other_objective():
+    plan = calibrate(tiny_model(), random_ids(4, 16), calibration=paper("full_adaptive", seq_len=16))
+    assert {w for layer in plan.windows for w in layer} <= {2, 4, 8, None}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -32,7 +32,9 @@ def test_only_controllers_are_trained_and_the_model_comes_back_patched(tmp_path)
     model.save_pretrained(tmp_path)
     controllers = load_controllers(tmp_path)
     untrained = Controllers.untrained(controllers.regime, LAYERS).state_dict()
-    assert all(not torch.equal(x, untrained[key]) for key, x in controllers.state_dict().items() if "group" in key)
+    for layer in range(LAYERS):  # with an even number of groups the sibling scorer decides alone
+        own = {key: x for key, x in controllers.state_dict().items() if key.startswith(f"{layer}.")}
+        assert any(not torch.equal(x, untrained[key]) for key, x in own.items())
     again = type(model).from_pretrained(tmp_path)
     ids = random_ids(1, LENGTH)
     assert torch.equal(again(ids).logits, model.eval()(ids).logits)
@@ -70,19 +72,29 @@ def test_a_mixture_that_is_certain_is_the_plan_it_is_certain_of(name):
 
 
 def test_gradients_of_the_controllers_are_those_of_finite_differences():
-    """In float64, along a random direction of all controller weights of all layers at once."""
+    """In float64, along a random direction of all controller weights of all layers at once.
+
+    Measured between decisions: features are data to the controllers, no gradient passes through them.
+    """
     model, ids = tiny_model("qwen3").double(), random_ids(1, LENGTH)
     config = regime("full_adaptive", seq_len=LENGTH, warmup_steps=0)
+    controllers = Controllers.untrained(config, LAYERS).double()
+    decided = RegimeRun(config, LAYERS, HEADS, controllers)
+    decided.begin()
+    with torch.no_grad(), products(model, Mixture(decided, 1.0).products()):
+        model(ids)
+    decided.end()
 
     def loss(controllers):
         run = RegimeRun(config, LAYERS, HEADS, controllers)
+        run.states, run.steps = list(decided.states), list(decided.steps)
         run.begin()
         with products(model, Mixture(run, 1.0).products()):
-            value = model(input_ids=ids, labels=ids, use_cache=False).loss
+            logits = model(input_ids=ids, use_cache=False).logits
         run.end()
-        return value
+        return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])  # transformers' own is in float32
 
-    controllers = Controllers.untrained(config, LAYERS).double().requires_grad_(True)
+    controllers.requires_grad_(True)
     with frozen(model):
         loss(controllers).backward()
         assert all(p.grad is None for p in model.parameters())
@@ -99,7 +111,7 @@ def test_gradients_of_the_controllers_are_those_of_finite_differences():
                     p.sub_(sign * 1e-4 * d)
     numeric = (values[0] - values[1]) / 2e-4
     assert abs(float(slope)) > 1e-5, "there is something to compare"
-    torch.testing.assert_close(slope, numeric, rtol=1e-3, atol=1e-8)  # float32 softmax weights
+    torch.testing.assert_close(slope, numeric, rtol=1e-5, atol=1e-8)
 
 
 def test_warm_up_steps_run_full_attention_and_train_nothing():

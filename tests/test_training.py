@@ -193,7 +193,7 @@ def test_a_step_that_fails_leaves_windows_and_states_as_they_were():
     model = tiny_model("qwen3")
     windows = AdaptiveWindows(model, rules(warmup_steps=0, control_interval=1))
     train(windows, 2)
-    before, states = windows.run.windows, windows.run.states
+    before, states = windows.run.windows, list(windows.run.states)
     with pytest.raises(ZeroDivisionError), windows.step():
         model(input_ids=random_ids(1, LENGTH, seed=77))
         raise ZeroDivisionError

@@ -85,7 +85,7 @@ class CalibrationConfig:
             _choice("candidates", self.candidates, tuple(CANDIDATE_NAMES))
         else:
             object.__setattr__(self, "candidates", _windows(self.candidates))
-        if len(self.windows()) == 1:
+        if self.objective != "paper" and len(self.windows()) == 1:
             raise CalibrationError(
                 f"no candidate window is shorter than seq_len={self.seq_len} (candidates: {self.candidates!r}), so "
                 "there is nothing to choose. Pass shorter candidates, such as "

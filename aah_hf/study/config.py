@@ -55,11 +55,11 @@ class StudyConfig:
     seq_len: int = 512
     batch_size: int = 4
     accumulate: int = 1
-    steps: int = 150
+    steps: int = 120
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
     warmup: int = 10
-    eval_every: int = 25
+    eval_every: int = 20
     eval_sequences: int = 16
     control_interval: int = 5
     control_warmup: int = 0

@@ -223,7 +223,7 @@ class Mixture:
         assert isinstance(controller, Controller)
         levels = self.run.states[layer].levels
         logits = score(levels, controller, rules.joint_siblings and rules.groups != "heads")[0]
-        return torch.softmax(logits.float() / self.temperature, dim=-1)[group_of(levels[0].groups)]
+        return torch.softmax(logits / self.temperature, dim=-1)[group_of(levels[0].groups)]
 
     def _product(self, layer: int) -> Product:
         run = self.run
