@@ -94,7 +94,9 @@ def test_every_regime_makes_a_plan_and_leaves_the_model_alone(name):
 
 
 def test_the_seed_decides_what_an_untrained_controller_chooses():
-    plans = {calibrate(tiny_model(), random_ids(4, LENGTH), calibration=paper("full_adaptive", seed=s)) for s in range(8)}
+    plans = {
+        calibrate(tiny_model(), random_ids(4, LENGTH), calibration=paper("full_adaptive", seed=s)) for s in range(8)
+    }
     assert len(plans) > 1
 
 
@@ -177,9 +179,7 @@ def test_every_regime_on_a_real_model_survives_a_checkpoint(smollm2, tmp_path):
     acr = {}
     with other_process() as reader:
         for name in REGIMES:
-            aah_hf.patch_model(
-                model, text, calibration=paper(name, seq_len=256, num_sequences=3), tokenizer=tokenizer
-            )
+            aah_hf.patch_model(model, text, calibration=paper(name, seq_len=256, num_sequences=3), tokenizer=tokenizer)
             try:
                 acr[name] = aah_hf.coverage(model, 256).acr
                 folder = tmp_path / name

@@ -111,7 +111,7 @@ def test_gradients_of_the_controllers_are_those_of_finite_differences():
                     p.sub_(sign * 1e-4 * d)
     numeric = (values[0] - values[1]) / 2e-4
     assert abs(float(slope)) > 1e-5, "there is something to compare"
-    torch.testing.assert_close(slope, numeric, rtol=1e-5, atol=1e-8)
+    torch.testing.assert_close(slope, numeric, rtol=1e-3, atol=1e-8)  # its norms round to float32
 
 
 def test_warm_up_steps_run_full_attention_and_train_nothing():

@@ -152,7 +152,12 @@ def test_the_command_prints_the_table_and_the_finding(finished, text):
     """Every setting has an option: the finished study is recognised, and only reported."""
     result = CliRunner().invoke(app, arguments_of(SMALL, text, finished.out))
     assert result.exit_code == 0, result.output
-    for words in ("causal cov.", "tokens/s train", "shallow_freeze:control_interval=3", "With one seed there is no spread"):
+    for words in (
+        "causal cov.",
+        "tokens/s train",
+        "shallow_freeze:control_interval=3",
+        "With one seed there is no spread",
+    ):
         assert words in result.output
     machine = CliRunner().invoke(app, [*arguments_of(SMALL, text, finished.out), "--json"])
     data = json.loads(machine.stdout)

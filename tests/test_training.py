@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 import aah_hf
 from aah_hf import AAHConfig, CalibrationError, attention
+from aah_hf.calibration.features import moments
 from aah_hf.calibration.paper import decide_offline
 from aah_hf.calibration.run import RegimeRun
 from aah_hf.families import attention_modules
@@ -305,16 +307,16 @@ def test_the_callback_logs_every_decision_to_the_trainer_and_to_csv(tmp_path):
 def test_reporters_see_our_entries_when_we_join_ahead_of_them(tmp_path):
     from transformers import TrainerCallback
 
-    class Reporter(TrainerCallback):
-        seen: list = []
+    seen = []
 
+    class Reporter(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
-            self.seen.append("aah/acr" in logs)
+            seen.append("aah/acr" in logs)
 
     trainer = trainer_for(tmp_path, Reporter(), 2)
     AAHCallback(rules("full_adaptive")).add_to(trainer)
     trainer.train()
-    assert Reporter.seen[:2] == [True, True]
+    assert seen[:2] == [True, True]
 
 
 def test_a_resumed_training_ends_where_an_uninterrupted_one_does(tmp_path):
@@ -490,7 +492,12 @@ def test_all_processes_run_what_rank_zero_decides_on_its_own_data(tmp_path, repo
     script = tmp_path / "rank.py"
     script.write_text(_RANK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run([*command, str(repo / "tests"), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*command, str(repo / "tests"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(repo)},
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = (load_file(tmp_path / f"rank{rank}.safetensors")["windows"] for rank in (0, 1))
     assert torch.equal(first, second)
@@ -507,20 +514,23 @@ def test_all_processes_run_what_rank_zero_decides_on_its_own_data(tmp_path, repo
 def test_a_decision_for_36_layers_of_32_heads_takes_under_50_ms():
     config = regime("full_adaptive", control_interval=1)
     run = RegimeRun(config, layers=36, query_heads=32)
-    from aah_hf.calibration.features import moments
-
     draw = torch.Generator().manual_seed(0)
     seconds = []
     for _ in range(7):
         seen = [
-            moments(*(torch.randn(1, n, 32, 16, generator=draw) * torch.rand(1, n, 1, 1, generator=draw) for n in (32, 8, 8)))
+            moments(
+                *(
+                    torch.randn(1, n, 32, 16, generator=draw) * torch.rand(1, n, 1, 1, generator=draw)
+                    for n in (32, 8, 8)
+                )
+            )
             for _ in range(36)
         ]
         run.begin()
-        start = time.perf_counter()
+        start = time.process_time()
         for layer in range(36):
             run.decide(layer, seen[layer], 32)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         run.end()
     assert min(seconds) < 0.05, f"{1e3 * min(seconds):.1f} ms"
 
@@ -531,7 +541,7 @@ def test_logging_a_decision_costs_less_than_two_percent_of_a_step(tmp_path):
     model = tiny_model("qwen3", hidden_size=128, intermediate_size=384, num_attention_heads=8, head_dim=16).train()
     windows = AdaptiveWindows(model, regime("full_adaptive", seq_len=256))
     ids, log, steps, logging = random_ids(4, 256), DecisionLog(tmp_path / "log.csv"), [], []
-    for step in range(20):
+    for _ in range(20):
         start = time.process_time()
         with windows.step():
             model(input_ids=ids, labels=ids).loss.backward()

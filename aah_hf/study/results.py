@@ -108,7 +108,9 @@ def findings(results: Sequence[RunResult], baseline: str = BASELINE) -> str:
             "With one seed there is no spread, so no difference between regimes can be told from chance; run at least "
             "two seeds."
         )
-    better, worse, same = [], [], []
+    better: list[str] = []
+    worse: list[str] = []
+    same: list[str] = []
     for regime, figure in others.items():
         assert figure.spread is not None and base.spread is not None
         difference = figure.mean - base.mean

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import Tensor
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from ..errors import AAHError
 from ..plan import AAHConfig
@@ -165,6 +165,7 @@ class _Run:
             eval_dataset=_dataset(validation),
             callbacks=[clock, windows, clock.end],
         )
+        trainer.remove_callback(PrinterCallback)  # stdout is for the table
         last = _last_checkpoint(checkpoints, config.steps)
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         val_loss = trainer.evaluate()["eval_loss"]
@@ -178,8 +179,10 @@ class _Run:
             causal=coverage.causal,
             kv=coverage.kv,
             train_tokens_per_s=config.batch_size * config.seq_len / clock.seconds_per_step(regime.control_interval),
-            infer_tokens_per_s=config.seq_len / _forward_seconds(trainer, validation[0]),
-            curve=sorted({e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}.items()),
+            infer_tokens_per_s=config.seq_len / _forward_seconds(model, validation[0], trainer.args),
+            curve=sorted(
+                {int(e["step"]): e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}.items()
+            ),
             windows=[list(layer) for layer in plan.windows],
             seconds=round(sum(clock.seconds), 2),
             resumed_at=0 if last is None else int(last.name.rpartition("-")[2]),
@@ -259,13 +262,12 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _forward_seconds(trainer: Trainer, ids: Tensor) -> float:
+def _forward_seconds(model: Any, ids: Tensor, args: TrainingArguments) -> float:
     """Median time of a forward pass over one sequence under the final windows."""
-    model = trainer.model
     ids = ids[None].to(model.device)
     model.eval()
     times = []
-    with torch.no_grad(), trainer.autocast_smart_context_manager():
+    with torch.no_grad(), torch.autocast(ids.device.type, torch.bfloat16, enabled=args.bf16):
         for _ in range(INFERENCE_REPEATS):
             start = _now()
             model(input_ids=ids)
@@ -282,5 +284,7 @@ def _last_checkpoint(folder: Path, steps: int) -> Path | None:
 
     Not that of the last step: some steps must be left to be timed.
     """
-    found = {int(path.parent.name.rpartition("-")[2]): path.parent for path in folder.glob(f"checkpoint-*/{STATE_FILE}")}
+    found = {
+        int(path.parent.name.rpartition("-")[2]): path.parent for path in folder.glob(f"checkpoint-*/{STATE_FILE}")
+    }
     return max(((step, path) for step, path in found.items() if step < steps), default=(0, None))[1]

@@ -78,8 +78,7 @@ class AAHCallback(TrainerCallback):
             )
         self.windows = AdaptiveWindows(model, self.regime, sink_tokens=self.sink_tokens, controllers=self.controllers)
         if state.global_step:
-            default = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            folder = default if self.resume_from is None else Path(self.resume_from)
+            folder = _checkpoint(args, state) if self.resume_from is None else Path(self.resume_from)
             if not (folder / STATE_FILE).exists():
                 raise CalibrationError(
                     f"training resumes at step {state.global_step} and {folder} holds no {STATE_FILE}: say where the "
@@ -116,9 +115,14 @@ class AAHCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self._started().save_state(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            self._started().save_state(_checkpoint(args, state))
 
     def _started(self) -> AdaptiveWindows:
         if self.windows is None:
             raise CalibrationError("AAHCallback was not there when training began; add it before trainer.train().")
         return self.windows
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    """Where the Trainer keeps the checkpoint of this step."""
+    return Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
