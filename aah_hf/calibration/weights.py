@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..errors import CalibrationError
+from ..files import replacing
 from ..plan import AAHConfig
 from .controller import Controller
 from .regimes import RegimeConfig
@@ -127,15 +127,8 @@ def load_controllers(folder: str | os.PathLike) -> Controllers:
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str]) -> Path:
     """Write a safetensors file so that a reader sees the old one or the new one, never half of it."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
-    os.close(handle)
-    try:
-        save_file(dict(tensors), temporary, metadata=metadata)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as unfinished:
+        save_file(dict(tensors), unfinished, metadata=metadata)
     return path
 
 

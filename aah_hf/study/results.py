@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ..errors import AAHError
+from ..files import write_text
 
 RESULT_FILE = "result.json"
 BASELINE = "full_attention"
@@ -137,19 +136,6 @@ def markdown(results: Sequence[RunResult]) -> str:
         lines.append(f"| {regime} | " + " | ".join(cells) + " |")
     seeds = len({run.seed for run in results})
     return "\n".join(lines) + f"\n\nMean ± standard deviation over {seeds} seed(s). {findings(results)}\n"
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a small file whole or not at all."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def save_result(result: RunResult, folder: Path) -> None:

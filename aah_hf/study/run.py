@@ -18,12 +18,13 @@ from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from ..errors import AAHError
+from ..files import write_text
 from ..plan import AAHConfig
 from ..training.callback import AAHCallback
 from ..training.state import STATE_FILE
 from .config import StudyConfig
 from .data import decoder, sequences_of, texts, tokenizer_of
-from .results import RunResult, load_result, markdown, save_result, write_text
+from .results import RunResult, load_result, markdown, save_result
 
 Progress = Callable[[str, int, int], None]
 SETTINGS_FILE = "study.json"

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from ..calibration.grouping import group_of
 from ..calibration.run import RegimeRun
 from ..coverage import measure
 from ..errors import CalibrationError
+from ..files import replacing
 
 COLUMNS = (
     "step", "layer", "regime", "path", "seq_len", "acr", "causal_coverage", "windows", "histogram", "groups", "levels",
@@ -131,13 +131,10 @@ class DecisionLog:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_decisions(self.path) if int(row["step"]) < keep_steps] if keep_steps else []
-        handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.stem}-", suffix=".csv")
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+        with replacing(self.path) as unfinished, unfinished.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(kept)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, self.path)
 
     def write(self, decisions: Sequence[LayerDecision]) -> None:
         """Append the rows of one step."""
