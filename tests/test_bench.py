@@ -64,15 +64,14 @@ def test_peak_memory_counts_what_a_call_takes():
     peak = peak_bytes(lambda: torch.ones(n // 4).amax())
     if peak is None:
         pytest.skip("this system keeps no high-water mark that can be reset")
-    assert 0.8 * n < peak < 1.8 * n
+    assert 0.9 * n < peak < 1.5 * n
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the native operator")
-def test_the_operator_takes_no_more_memory_than_sdpa_and_its_output():
+def test_the_operator_takes_no_more_memory_than_sdpa():
     (row,) = bench_ops(
         seq_lens=(2048,), mixes=("128-full",), directions=("forward",), peers=("sdpa_causal", "aah"), repeats=1
     )
     if not row.peak_mib:
         pytest.skip("this system keeps no high-water mark that can be reset")
-    output = 9 * 2048 * 64 * 4 / 2**20
-    assert row.peak_mib["aah"] <= row.peak_mib["sdpa_causal"] + output
+    assert row.peak_mib["aah"] <= row.peak_mib["sdpa_causal"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -28,8 +29,11 @@ def peak_bytes(call: Callable[[], Any], device: str = "cpu") -> int | None:
         torch.cuda.synchronize()
         del result
         return torch.cuda.max_memory_allocated() - before
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc; else freed memory may be used again unseen
     peaks = []
     for _ in range(3):  # the system may take pages back, or bring some in, at any time: the middle one counts
+        if trim is not None:
+            trim(0)
         try:
             _RESET.write_text("5")  # sets the high-water mark back to what is resident now
         except OSError:
