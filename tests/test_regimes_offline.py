@@ -161,6 +161,16 @@ def test_patching_writes_controllers_beside_the_model_and_the_model_loads_withou
     assert AAHConfig.from_model(again) == AAHConfig.from_model(model)
 
 
+def test_saving_a_loaded_checkpoint_over_itself_keeps_its_controllers(tmp_path):
+    model = aah_hf.patch_model(tiny_model("qwen3"), random_ids(4, LENGTH), calibration=paper("shallow_freeze"))
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    again.save_pretrained(tmp_path)
+    assert len(load_controllers(tmp_path)) == LAYERS
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    assert not (tmp_path / "aah_controller.safetensors").exists(), "another model's"
+
+
 def test_controllers_of_an_earlier_plan_are_dropped(tmp_path):
     model = aah_hf.patch_model(tiny_model(), random_ids(4, LENGTH), calibration=paper("shallow_freeze"))
     model.save_pretrained(tmp_path)
