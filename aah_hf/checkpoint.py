@@ -16,9 +16,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from . import attention
-from .errors import AAHError, PlanError
+from .errors import AAHError, CalibrationError, PlanError
 from .families import attention_modules
-from .plan import CONFIG_KEY, AAHConfig, text_config
+from .plan import CONFIG_KEY, AAHConfig, plan_of, text_config
 
 if TYPE_CHECKING:
     from .calibration.weights import Controllers
@@ -115,13 +115,20 @@ def attach_controllers(model: PreTrainedModel, controllers: Controllers | None) 
 
 
 def _save_controllers(model: PreTrainedModel, directory: Any) -> None:
-    from .calibration.weights import CONTROLLER_FILE, save_controllers
+    """Write the model's controllers, or remove those of another plan that was saved here before."""
+    from .calibration.weights import CONTROLLER_FILE, load_controllers, save_controllers
 
-    controllers = model.__dict__.get(CONTROLLERS)
+    controllers, path = model.__dict__.get(CONTROLLERS), Path(directory) / CONTROLLER_FILE
     if controllers is not None:
         save_controllers(controllers, directory)
-    else:  # those of another model that was saved here before
-        (Path(directory) / CONTROLLER_FILE).unlink(missing_ok=True)
+    elif path.exists():
+        plan = plan_of(model)
+        try:  # a checkpoint that was loaded and is saved over itself keeps them
+            belong = plan is not None and load_controllers(path).regime.to_dict() == plan.provenance.get("regime")
+        except CalibrationError:
+            belong = False
+        if not belong:
+            path.unlink()
 
 
 def _check_plan_in_force(model: PreTrainedModel) -> None:

@@ -280,7 +280,7 @@ def trainer_for(folder, callback, steps, **settings):
         **settings,
     )
     data = [{"input_ids": ids, "labels": ids} for ids in random_ids(40, LENGTH)]
-    return Trainer(model=model, args=arguments, train_dataset=data, callbacks=[callback])
+    return Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data[:4], callbacks=[callback])
 
 
 def test_the_callback_logs_every_decision_to_the_trainer_and_to_csv(tmp_path):
@@ -340,6 +340,19 @@ def test_checkpoints_of_the_trainer_are_ordinary_patched_checkpoints(tmp_path):
     again = type(trainer.model).from_pretrained(folder)
     ids = random_ids(1, LENGTH)
     assert torch.equal(again.eval()(ids).logits, trainer.model.eval()(ids).logits)
+
+
+def test_the_best_checkpoint_comes_back_with_its_own_windows(tmp_path):
+    callback = AAHCallback(rules("full_adaptive", warmup_steps=0, control_interval=1))
+    trainer = trainer_for(
+        tmp_path, callback, 8, load_best_model_at_end=True, eval_strategy="steps", eval_steps=4, greater_is_better=True
+    )  # the greatest loss: that of the first checkpoint
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-4")
+    best = type(trainer.model).from_pretrained(tmp_path / "checkpoint-4")
+    ids = random_ids(1, LENGTH)
+    assert AAHConfig.from_model(trainer.model).windows == AAHConfig.from_model(best).windows
+    assert torch.equal(trainer.model.eval()(ids).logits, best.eval()(ids).logits)
 
 
 def test_resuming_without_the_state_of_the_regime_is_an_error(tmp_path):

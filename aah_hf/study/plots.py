@@ -23,18 +23,19 @@ def plot_curves(results: Sequence[RunResult], path: str | Path) -> Figure:
     baseline = {run.seed: dict(run.curve) for run in by_regime.get(BASELINE, [])}
     figure = Figure(figsize=(12, 5), dpi=130)
     left, right = figure.subplots(1, 2)
-    colors = matplotlib.colormaps["tab20"](np.linspace(0, 1, max(len(by_regime), 2)))
-    for color, (regime, runs) in zip(colors, by_regime.items()):
+    palette = matplotlib.colormaps["tab10"](range(10))
+    for index, (regime, runs) in enumerate(by_regime.items()):
+        color, style = palette[index % 10], "-" if index < 10 else "--"
         steps = sorted(set.intersection(*(set(dict(run.curve)) for run in runs)))
         losses = np.array([[dict(run.curve)[step] for step in steps] for run in runs])
         width = 2.2 if regime == BASELINE else 1.2
-        left.plot(steps, losses.mean(0), color=color, label=regime, linewidth=width)
+        left.plot(steps, losses.mean(0), color=color, label=regime, linewidth=width, linestyle=style)
         left.fill_between(steps, losses.min(0), losses.max(0), color=color, alpha=0.12, linewidth=0)
         paired = [run for run in runs if run.seed in baseline]
         late = [step for step in steps[len(steps) // 2 :] if all(step in baseline[run.seed] for run in paired)]
         if paired and late:
             gaps = np.array([[dict(run.curve)[step] - baseline[run.seed][step] for step in late] for run in paired])
-            right.plot(late, gaps.mean(0), color=color, marker=".", linewidth=width)
+            right.plot(late, gaps.mean(0), color=color, marker=".", linewidth=width, linestyle=style)
             right.fill_between(late, gaps.min(0), gaps.max(0), color=color, alpha=0.12, linewidth=0)
     left.set(xlabel="training step", ylabel="validation loss, nats/token", title="Validation loss")
     left.legend(fontsize=7)

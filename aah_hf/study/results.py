@@ -29,7 +29,7 @@ class RunResult:
         train_tokens_per_s: of the median training step, decisions included in proportion.
         infer_tokens_per_s: of the median forward pass over one validation sequence.
         curve: (step, validation loss) points.
-        windows: windows[layer][query_head] at the end.
+        windows: windows[layer][query_head] at the end; None where all of the sequence is seen.
         seconds: of training in the process that finished it.
         resumed_at: step that it was resumed at, 0 if it ran through.
     """

@@ -17,6 +17,7 @@ from accelerate import PartialState
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from ..calibration.run import beyond
 from ..errors import AAHError
 from ..files import write_text
 from ..plan import AAHConfig
@@ -184,7 +185,7 @@ class _Run:
             curve=sorted(
                 {int(e["step"]): e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}.items()
             ),
-            windows=[list(layer) for layer in plan.windows],
+            windows=[list(layer) for layer in beyond(plan.windows, config.seq_len)],
             seconds=round(sum(clock.seconds), 2),
             resumed_at=0 if last is None else int(last.name.rpartition("-")[2]),
         )

@@ -2,6 +2,7 @@
 
 from ..calibration.regimes import REGIMES, RegimeConfig, regime
 from ..calibration.weights import Controllers, load_controllers, save_controllers
+from ..checkpoint import attach_controllers
 from .adaptive import AdaptiveWindows
 from .callback import AAHCallback
 from .decisions import DecisionLog, LayerDecision
@@ -16,6 +17,7 @@ __all__ = [
     "LayerDecision",
     "RegimeConfig",
     "RetrofitConfig",
+    "attach_controllers",
     "load_controllers",
     "regime",
     "retrofit",

@@ -117,6 +117,12 @@ class AAHCallback(TrainerCallback):
         if state.is_world_process_zero:
             self._started().save_state(_checkpoint(args, state))
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._started().restore(state.best_model_checkpoint)  # its weights came back, its windows must too
+
     def _started(self) -> AdaptiveWindows:
         if self.windows is None:
             raise CalibrationError("AAHCallback was not there when training began; add it before trainer.train().")
