@@ -43,7 +43,10 @@ class _Params(ctypes.Structure):
     _fields_ = [
         ("version", ctypes.c_uint32),
         ("dtype", ctypes.c_int32),
-        *((name, ctypes.c_int64) for name in ("batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim", "sequences")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim", "sequences")
+        ),
         *((name, ctypes.c_void_p) for name in ("window", "q_start", "start", "end", "cu_q", "cu_k")),
         ("sinks", ctypes.c_int32),
         ("limit", ctypes.c_int32),

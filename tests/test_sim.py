@@ -170,8 +170,11 @@ def test_float32_is_not_computed_in_less():
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
 def test_any_scale(scale):
     q, k, v = plain(70)
-    assert_close(sim.forward(q, k, v, [9, None], 1, scale=scale), reference.attention(q, k, v, [9, 70], 1, scale=scale),
-                 torch.float16)
+    assert_close(
+        sim.forward(q, k, v, [9, None], 1, scale=scale),
+        reference.attention(q, k, v, [9, 70], 1, scale=scale),
+        torch.float16,
+    )
 
 
 def test_rows_that_see_nothing_are_zero():
@@ -189,7 +192,11 @@ def test_rows_need_not_touch():
     """Strides of a fused projection: q, k and v are slices of one tensor, and rows lie far apart."""
     g = torch.Generator().manual_seed(1)
     fused = torch.randn(2, 90, 4, 72, generator=g).half()
-    q, k, v = fused[:, :, :2, :64].transpose(1, 2), fused[:, :, 2:3, 8:].transpose(1, 2), fused[:, :, 3:, :64].transpose(1, 2)
+    q, k, v = (
+        fused[:, :, :2, :64].transpose(1, 2),
+        fused[:, :, 2:3, 8:].transpose(1, 2),
+        fused[:, :, 3:, :64].transpose(1, 2),
+    )
     assert_close(sim.forward(q, k, v, [7, None], 2), reference.attention(q, k, v, [7, 90], 2), torch.float16)
 
 
@@ -223,8 +230,11 @@ def battery(emulator: sim.Emulator) -> str | None:
         for seed, lazy in ((0, True), (1, True), (2, False)):
             how = {"seed": seed, "lazy": lazy, "with_emulator": emulator}
             q, k, v = plain(200, heads=4, kv_heads=2)
-            assert_close(sim.forward(q, k, v, [65, None, 3, 130], 3, **how),
-                         reference.attention(q, k, v, [65, 200, 3, 130], 3), torch.float16)
+            assert_close(
+                sim.forward(q, k, v, [65, None, 3, 130], 3, **how),
+                reference.attention(q, k, v, [65, 200, 3, 130], 3),
+                torch.float16,
+            )
         q, k, v = plain(150, dim=56)
         valid = torch.arange(150)[None] >= 37
         want = reference.attention(q, k, v, [20, 150], 2, valid=valid)
@@ -234,14 +244,20 @@ def battery(emulator: sim.Emulator) -> str | None:
         assert_close(sim.forward(q, k, v, [20, None], 2, start=start, **how), want, torch.float16)
         q, k, v = plain(7, kv_len=300)
         arguments = {"q_start": 293, "sink_logits": torch.tensor([3.0, -1.0])}
-        assert_close(sim.forward(q, k, v, [None, 130], 4, **arguments, most=2, **how),
-                     reference.attention(q, k, v, [10**6, 130], 4, **arguments), torch.float16)
+        assert_close(
+            sim.forward(q, k, v, [None, 130], 4, **arguments, most=2, **how),
+            reference.attention(q, k, v, [10**6, 130], 4, **arguments),
+            torch.float16,
+        )
         lengths = torch.tensor([120, 4, 4, 4, 124])
         q, k, v = plain(256)
         cu = torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32)
         documents = torch.repeat_interleave(torch.arange(5), lengths)[None]
-        assert_close(sim.forward(q, k, v, [9, None], 2, cu_seqlens=(cu, cu), **how),
-                     reference.attention(q, k, v, [9, 256], 2, documents=documents), torch.float16)
+        assert_close(
+            sim.forward(q, k, v, [9, None], 2, cu_seqlens=(cu, cu), **how),
+            reference.attention(q, k, v, [9, 256], 2, documents=documents),
+            torch.float16,
+        )
         q, k, v = plain(70, torch.float32)
         assert_close(sim.forward(q, k, v, [9, None], **how), reference.attention(q, k, v, [9, 70]), torch.float32)
     except AssertionError as found:
@@ -349,7 +365,9 @@ def test_launcher_says_what_is_wrong():
 
 def test_schedule_is_close_to_ideal_by_its_cost_model():
     """Windows 512, 1024, 2048 and full in turn on 132 processors; longest first, long rows split where blocks are few."""
-    done = subprocess.run([sim.compile_once("sim/schedule.cpp", (), suffix="")], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sim.compile_once("sim/schedule.cpp", (), suffix="")], capture_output=True, text=True, check=True
+    )
     rows = [line.split() for line in done.stdout.splitlines() if line[0].isdigit()]
     ratio = {(int(row[0]), int(row[1])): float(row[7]) for row in rows}
     unsplit = {(int(row[0]), int(row[1])): float(row[8]) for row in rows}

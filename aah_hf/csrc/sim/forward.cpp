@@ -1,6 +1,6 @@
 // The forward pass on the emulator, without the launcher: a schedule can be asked for. Compiled once per head size (AAH_DIM).
+#include <cmath>
 #include <cstdio>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -23,8 +23,7 @@ extern "C" AAH_EXPORT int aah_sim_fwd(const AahParams* params, int64_t max_q, in
   *splits = static_cast<int>(plan.merges.size());
   const int tile = problem.shape.queries();
   const int64_t partials = plan.partials * rows * tile;
-  std::vector<float> partial_out(partials * AAH_DIM), partial_lse(partials);
-  for (std::vector<float>* v : {&partial_out, &partial_lse}) std::memset(v->data(), 0xff, v->size() * 4);
+  std::vector<float> partial_out(partials * AAH_DIM, NAN), partial_lse(partials, NAN);
   ForwardArguments a = arguments_of(*params);
   a.window = params->window;
   a.entries = plan.entries.data();
