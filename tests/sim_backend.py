@@ -25,7 +25,7 @@ DIMS = (64, 80, 96, 128, 192, 256)
 """Head sizes that kernels exist for; others are padded to the next."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 3}  # AahDtype
-FOLDERS = ("include", "device", "cuda", "sim")
+FOLDERS = ("include", "device", "cuda", "sim", "sim/fake_cuda")
 FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-U_FORTIFY_SOURCE")
 
 
@@ -129,7 +129,7 @@ def _pointer(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
-def forward(
+def _prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -144,21 +144,8 @@ def forward(
     end: Tensor | None = None,
     cu_seqlens: tuple[Tensor, Tensor] | None = None,
     limit: int | None = None,
-    processors: int = 1,
-    most: int = 0,
-    seed: int = 0,
-    lazy: bool = True,
-    with_emulator: Emulator | None = None,
-    max_lengths: tuple[int, int] | None = None,
-) -> tuple[Tensor, Tensor, int]:
-    """`native.forward` on the emulator; also returns the number of tiles whose keys were split.
-
-    Args:
-        processors: multiprocessors to plan for; with more than one, long rows are split where blocks are few.
-        most: split the keys of tiles that visit more tiles of keys than this; 0 leaves it to the plan.
-        seed: schedule of the warps; 0 is lockstep.
-        lazy: asynchronous copies land when they are waited for, not at once.
-    """
+) -> tuple[_Params, Tensor, Tensor, tuple]:
+    """Parameters of a call, its output and log-sum-exp (NaN so far), and what must live as long as the parameters."""
     q, k, v = (t.detach().transpose(1, 2) for t in (q, k, v))
     batch, q_len, heads, dim = q.shape
     cu_q, cu_k = cu_seqlens or (None, None)
@@ -177,11 +164,100 @@ def forward(
     p.scale, p.softcap = dim**-0.5 if scale is None else scale, softcap or 0.0
     p.sink_logits, p.lse = _pointer(logits), lse.data_ptr()
     p.q, p.k, p.v, p.out = _tensor(q), _tensor(k), _tensor(v), _tensor(out)
+    return p, out.transpose(1, 2), lse, (q, k, v, window, logits, q_start, start, end, cu_seqlens)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    windows,
+    sink_tokens: int = 0,
+    *,
+    processors: int = 1,
+    most: int = 0,
+    seed: int = 0,
+    lazy: bool = True,
+    with_emulator: Emulator | None = None,
+    max_lengths: tuple[int, int] | None = None,
+    **rule,
+) -> tuple[Tensor, Tensor, int]:
+    """`native.forward` on the emulator; also returns the number of tiles whose keys were split.
+
+    Args:
+        processors: multiprocessors to plan for; with more than one, long rows are split where blocks are few.
+        most: split the keys of tiles that visit more tiles of keys than this; 0 leaves it to the plan.
+        seed: schedule of the warps; 0 is lockstep.
+        lazy: asynchronous copies land when they are waited for, not at once.
+        rule: as in `native.forward`.
+    """
+    p, out, lse, keep = _prepare(q, k, v, windows, sink_tokens, **rule)
     splits, error = ctypes.c_int(), ctypes.create_string_buffer(500)
-    function = (with_emulator or emulator(padded(dim))).function
-    max_q, max_k = max_lengths or (q_len, k.shape[1])
+    function = (with_emulator or emulator(padded(q.shape[-1]))).function
+    max_q, max_k = max_lengths or (q.shape[2], k.shape[2])
     status = function(p, max_q, max_k, processors, most, seed, lazy, ctypes.byref(splits), error, len(error))
+    del keep
     if status == -1:
         raise SimError(error.value.decode())
     assert status == 0, f"AahStatus {status}"
-    return out.transpose(1, 2), lse, splits.value
+    return out, lse, splits.value
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What a call of the launcher gave, and what the runtime beneath it has counted since the process started."""
+
+    out: Tensor
+    lse: Tensor
+    status: int
+    error: str
+    allocations: int
+    live: int
+    device_waits: int
+    launches: int
+
+
+@functools.cache
+def _launcher():
+    machine = compile_once("sim/machine.cpp", ("-fPIC", "-c"), suffix=".o")
+    flags = ("-DAAH_SIM", "-DAAH_DIM=64", "-O1", f"-I{CSRC / 'sim/fake_cuda'}", "-fPIC", "-shared")
+    function = ctypes.CDLL(str(compile_once(f"sim/launcher.cpp {machine}", flags))).aah_sim_launch
+    function.argtypes = [
+        ctypes.POINTER(_Params),
+        *[ctypes.c_int64] * 2,
+        *[ctypes.c_int] * 4,
+        ctypes.POINTER(ctypes.c_int),
+        ctypes.c_char_p,
+        ctypes.c_int,
+    ]
+    return function
+
+
+def launch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    windows,
+    sink_tokens: int = 0,
+    *,
+    processors: int = 132,
+    major: int = 9,
+    capturing: bool = False,
+    no_memory: bool = False,
+    **rule,
+) -> Launched:
+    """`aah_cuda_fwd` itself (head sizes up to 64) on a runtime that is not there.
+
+    Args:
+        processors, major: multiprocessors and compute capability that the runtime claims.
+        capturing: whether the stream is being captured, where allocating is refused to those who do not insist.
+        no_memory: whether allocating fails.
+    """
+    p, out, lse, keep = _prepare(q, k, v, windows, sink_tokens, **rule)
+    counts, error = (ctypes.c_int * 4)(), ctypes.create_string_buffer(500)
+    arguments = (q.shape[2], k.shape[2], processors, major, capturing, no_memory)
+    status = _launcher()(p, *arguments, counts, error, len(error))
+    del keep
+    if status == -1:
+        raise SimError(error.value.decode())
+    return Launched(out, lse, status, error.value.decode(), *counts)

@@ -93,7 +93,7 @@ MUTANTS = (
         "count * place.entry.split / place.entry.splits",
         "count * place.entry.split / (place.entry.splits + 1)",
     ),
-    Mutant("a slot too few for packed documents", "cuda/plan.h", "p.documents - 1; slot", "p.documents - 2; slot"),
+    Mutant("two slots too few for packed documents", "cuda/plan.h", "p.documents - 1; slot", "p.documents - 3; slot"),
     Mutant("float as a single tf32", TILE, "    mma_tf32(c, a.small, b.big[0], b.big[1]);\n", ""),
     Mutant("transposition forgotten", TILE, "load_matrices_transposed(r, lane_row", "load_matrices(r, lane_row"),
 )

@@ -277,8 +277,7 @@ FAST = {"no barrier", "window one too large"}
 )
 def test_mutant_is_caught(mutant, tmp_path):
     root = tmp_path / "csrc"
-    for folder in sim.FOLDERS:
-        shutil.copytree(sim.CSRC / folder, root / folder)
+    shutil.copytree(sim.CSRC, root)
     text = (root / mutant.file).read_text()
     assert text.count(mutant.old) == 1, f"{mutant.file} has {text.count(mutant.old)} times: {mutant.old}"
     (root / mutant.file).write_text(text.replace(mutant.old, mutant.new))
@@ -307,6 +306,58 @@ def test_no_access_outside_of_tensors(dim, tmp_path):
     program = sim.compile_once("check/grid.cpp sim/forward.cpp sim/machine.cpp", flags, suffix="")
     done = subprocess.run([program, "40", "1", "3"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# --- the launcher, on a runtime that is not there ---------------------------------------------------------------
+
+
+def test_launcher_gives_what_the_kernel_gives():
+    q, k, v = plain(150, batch=2)
+    got = sim.launch(q, k, v, [33, None], 2)
+    want = sim.forward(q, k, v, [33, None], 2, seed=1)
+    assert got.status == 0 and torch.equal(got.out, want[0]) and torch.equal(got.lse, want[1])
+
+
+def test_launcher_splits_keys_in_a_workspace_of_exactly_its_size():
+    q, k, v = plain(3, kv_len=900, batch=2)
+    rule = {"q_start": 897, "sink_logits": torch.tensor([0.3, -2.0])}
+    before = sim.launch(q, k, v, [None, 20], 1, **rule)
+    got = sim.launch(q, k, v, [None, 20], 1, **rule)
+    assert got.launches == before.launches + 2  # the second one merges
+    assert_close((got.out, got.lse), reference.attention(q, k, v, [900, 20], 1, **rule), torch.float16)
+
+
+def test_lists_are_made_once_also_while_capturing():
+    q, k, v = plain(40)
+    first = sim.launch(q, k, v, [11, None])
+    again = sim.launch(q, k, v, [11, None], capturing=True)
+    assert again.allocations == first.allocations
+    captured = sim.launch(q, k, v, [12, None], capturing=True)
+    assert captured.status == 0 and captured.allocations == first.allocations + 1
+    growing = [sim.launch(*plain(1, kv_len=n), [12, None], q_start=n - 1).allocations for n in (1025, 1026, 1100)]
+    assert len(set(growing)) == 1  # lengths are rounded, or every step of decoding would make a list
+
+
+def test_lists_are_dropped_but_not_those_of_graphs():
+    """The runtime objects if memory is freed that a captured launch reads."""
+    q, k, v = plain(1)
+    first = sim.launch(q, k, v, [7, 7], capturing=True)
+    for i in range(1200):
+        last = sim.launch(q, k, v, [i + 1, 7])
+    assert first.allocations + 1100 < last.allocations and last.live < 1100 and last.device_waits > 0
+    assert sim.launch(q, k, v, [7, 7]).allocations == last.allocations
+
+
+def test_launcher_says_what_is_wrong():
+    q, k, v = plain(20)
+    out_of_memory = sim.launch(q, k, v, [19, 18], no_memory=True)
+    assert out_of_memory.status == 10 and "out of memory" in out_of_memory.error
+    assert sim.launch(q, k, v, [19, 18]).status == 0  # and the next call is well again
+    assert sim.launch(q, k, v, [19, 18], major=7).status == 11
+    assert sim.launch(q, k, v, [0, 18]).status == 4
+    assert sim.launch(q[..., :60], k[..., :60], v[..., :60], [1, 1]).status == 3
+    odd = torch.empty(1, 2, 20, 65, dtype=torch.float16)[..., 1:]
+    assert sim.launch(odd, k, v, [19, 18]).status == 9
 
 
 # --- schedules --------------------------------------------------------------------------------------------------

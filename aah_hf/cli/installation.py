@@ -124,7 +124,7 @@ def _gpu_backend(native: Any) -> str:
 
     if native.cuda is None:
         return "pure PyTorch (banded); `aah build` adds the CUDA kernel where it finds nvcc"
-    what = f"CUDA kernel for compute capability {native.cuda['targets']} and newer"
+    what = f"CUDA kernel for compute capability {native.cuda['targets'].replace(',', ', ')} and newer"
     if not torch.cuda.is_available():
         where = "no GPU here"
     else:

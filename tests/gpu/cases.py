@@ -135,7 +135,7 @@ def error(got: Tensor, want: Tensor) -> float:
         return 0.0
     difference = (got.double() - want.double()).abs()
     difference = torch.where(got.double() == want.double(), 0.0, difference)  # -inf equals -inf
-    worst = difference.nan_to_num(torch.inf).max().item()
+    worst = difference.nan_to_num(torch.inf, torch.inf).max().item()
     return worst / max(1.0, want.double().nan_to_num(0.0, 0.0, 0.0).abs().max().item())
 
 
