@@ -8,7 +8,7 @@ dicts, device hooks and whatever a family's forward is called tomorrow stay the 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ logger = logging.get_logger(__name__)
 
 PREVIOUS = "aah_previous_implementation"
 """Attribute of a patched attention module: the implementation that unpatching brings back."""
+
+NEXT_CALL = "aah_next_call"
+"""Attribute of a patched attention module: a function that takes the module's next call in place of this one. It
+takes itself away first, so a call that gradient checkpointing repeats is not seen twice."""
 
 FAR_BEYOND = 4
 """A plan warns once when it runs at more than this many times the length it was calibrated at."""
@@ -120,11 +124,18 @@ def adopt(module: Any, plan: AAHConfig, layer: int) -> None:
     module.aah_layer = LayerWindows(plan.windows[layer], plan.sink_tokens, plan.calibrated_at)
 
 
+def set_windows(module: Any, windows: tuple[int | None, ...]) -> None:
+    """Other windows for a module that has some already; the model's plan must follow (`patching.renew_plan`)."""
+    if module.aah_layer.windows != windows:
+        module.aah_layer = replace(module.aah_layer, windows=windows)
+
+
 def release(module: Any) -> None:
     """Undo `adopt`: the module is again an instance of its family's own class, nothing more."""
     if isinstance(module, AAHAttention):
         del module.aah_layer
         module.__dict__.pop(PREVIOUS, None)
+        module.__dict__.pop(NEXT_CALL, None)
         _, module.__class__ = type(module).__bases__
 
 
@@ -152,6 +163,9 @@ def aah_attention_forward(
     Raises:
         AAHError: the module has no windows, or an argument asks for something the operator does not do.
     """
+    take = module.__dict__.get(NEXT_CALL)
+    if take is not None:
+        return take(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     layer = getattr(module, "aah_layer", None)
     if layer is None:
         raise PlanError(

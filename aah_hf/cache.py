@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +67,7 @@ class AAHCache(Cache):
         super().__init__(layers=layers)  # type: ignore[arg-type]
         self.offloading, self.only_non_sliding = offloading, False
         self._streams: dict[torch.device, Any] = {}
+        self._changing = False
 
     def __repr__(self) -> str:
         lines = [f"  ({index}): keeps {layer.extra_repr()}" for index, layer in enumerate(self.layers)]
@@ -110,11 +113,39 @@ class AAHCache(Cache):
     def check_whole(self) -> None:
         """Raise unless all layers hold the same tokens (an exception inside a forward pass leaves them apart)."""
         lengths = {layer.past for layer in self.layers}
-        if len(lengths) > 1 or any(layer.pending for layer in self.layers):
+        if len(lengths) > 1 or self._changing or any(layer.pending for layer in self.layers):
             raise CacheError(
-                f"a forward pass was interrupted, so the layers hold different tokens ({min(lengths)} to "
-                f"{max(lengths)} seen). Call `cache.reset()` and process the sequence again."
+                f"a forward pass or a change of the cache was interrupted, so its layers do not fit together "
+                f"({min(lengths)} to {max(lengths)} tokens seen). Call `cache.reset()` and process the sequence again."
             )
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """A change of all layers that is refused, or else leaves the cache invalid if it does not come to its end."""
+        self.check_whole()
+        self._changing = True
+        yield
+        self._changing = False
+
+    def reset(self) -> None:
+        """Forget everything, and free the buffers; also makes a cache usable again that an exception left invalid."""
+        super().reset()
+        self._changing = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in the order `beam_idx` [batch], for beam search."""
+        with self._change():
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, next to each other."""
+        with self._change():
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Only the rows `indices` (numbers, or a bool per row)."""
+        with self._change():
+            super().batch_select_indices(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens, in all layers or, on error, in none.
@@ -124,9 +155,12 @@ class AAHCache(Cache):
                 `rollback`).
         """
         self.check_whole()
-        # the layer that can take back least goes first, so a refusal comes before any change
-        for layer in sorted(self.layers, key=lambda layer: layer.most_crop()):
-            layer.crop(tokens_to_remove)
+        # the layer that can take back least would refuse first
+        layers = sorted(self.layers, key=lambda layer: layer.most_crop())
+        layers[0].check_crop(tokens_to_remove)
+        with self._change():
+            for layer in layers:
+                layer.crop(tokens_to_remove)
 
     def stop_recording(self) -> None:
         """End past recording (assisted decoding starts it and leaves it on) and free what it held."""

@@ -232,14 +232,18 @@ class AAHCacheLayer(CacheLayerMixin):
                 most = min(most, self.past - (keep - self.sink_tokens) - low)
         return most
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens; 0 only ends what past recording held on to."""
-        count = -int(tokens_to_remove)  # transformers 5.17 counts in a tensor
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raise CacheError where `crop` would."""
+        count = -int(tokens_to_remove)
         if not 0 <= count <= self.most_crop():
             raise CacheError(_crop_message(count, self.past, self.most_crop()))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens; 0 only ends what past recording held on to."""
+        self.check_crop(tokens_to_remove)
         if not self.is_initialized:
             return
-        self.past -= count
+        self.past += int(tokens_to_remove)  # transformers 5.17 counts in a tensor
         self.rows = self.rows.crop(self.past)
         self._low = [min(low, self.past) for low in self._low]  # of rows that have lost all but sink tokens
         self._since_crop = 0

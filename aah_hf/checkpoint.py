@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -19,7 +20,13 @@ from .errors import AAHError, PlanError
 from .families import attention_modules
 from .plan import CONFIG_KEY, AAHConfig, text_config
 
+if TYPE_CHECKING:
+    from .calibration.weights import Controllers
+
 logger = logging.get_logger(__name__)
+
+CONTROLLERS = "aah_controllers"
+"""Attribute of a model: the controllers that chose its windows (method.md §5), where there are any."""
 
 
 def adopt_model(model: PreTrainedModel, plan: AAHConfig) -> None:
@@ -88,11 +95,33 @@ def save_with_card(original: Any, self: PreTrainedModel, save_directory: Any, *a
     with _unpacked_gguf(self) if patched else nullcontext():
         result = original(self, save_directory, *args, **kwargs)
     if is_main:
+        _save_controllers(self, save_directory)
         try:
             write_card(self, save_directory) if patched else remove_card(save_directory)
         except (AAHError, OSError, UnicodeError) as error:  # the checkpoint itself is complete
             logger.warning(f"The model was saved, but its model card was not: {error}")
     return result
+
+
+def attach_controllers(model: PreTrainedModel, controllers: Controllers | None) -> None:
+    """Let `save_pretrained` write these controllers beside the model; None lets it write none.
+
+    They hang on the model without being a submodule of it: state dict and parameters stay the family's own.
+    """
+    if controllers is None:
+        model.__dict__.pop(CONTROLLERS, None)
+    else:
+        model.__dict__[CONTROLLERS] = controllers
+
+
+def _save_controllers(model: PreTrainedModel, directory: Any) -> None:
+    from .calibration.weights import CONTROLLER_FILE, save_controllers
+
+    controllers = model.__dict__.get(CONTROLLERS)
+    if controllers is not None:
+        save_controllers(controllers, directory)
+    else:  # those of another model that was saved here before
+        (Path(directory) / CONTROLLER_FILE).unlink(missing_ok=True)
 
 
 def _check_plan_in_force(model: PreTrainedModel) -> None:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from aah_hf import OperatorError
-from aah_hf.ops import build, native, reference
+from aah_hf.ops import native, reference, toolchain
 from aah_hf.ops.decode import append_, cached_attention, supports
 
-HAVE_NATIVE = build.find_compiler() is not None or native.status().available
+HAVE_NATIVE = toolchain.find_compiler() is not None or native.status().available
 needs_native = pytest.mark.skipif(not HAVE_NATIVE, reason="no native operator and no compiler")
 
 

@@ -237,6 +237,20 @@ def test_an_exception_inside_the_forward_pass_leaves_an_invalid_cache(layer):
         assert torch.equal(generate(model, ids, **{ARGUMENT: cache}), generate(model, ids))
 
 
+def test_an_interrupted_reordering_leaves_an_invalid_cache(monkeypatch):
+    model, ids = patched(), random_ids(2, 30)
+    cache = AAHCache(model)
+    with torch.no_grad():
+        model(ids, use_cache=True, **{ARGUMENT: cache})
+        monkeypatch.setattr(cache.layers[1], "reorder_cache", lambda indices: cache.nothing_like_it)
+        with pytest.raises(AttributeError):
+            cache.reorder_cache(torch.tensor([1, 0]))
+        with pytest.raises(CacheError, match="interrupted"):
+            model(ids[:, :1], use_cache=True, **{ARGUMENT: cache})
+        cache.reset()
+        model(ids, use_cache=True, **{ARGUMENT: cache})
+
+
 class _nothing:
     def __enter__(self):
         pass

@@ -78,7 +78,7 @@ def call_overhead(repeats: int = 3000) -> dict[str, float]:
         "windowed_attention": lambda: windowed_attention(q, k, v, windows, sinks),
         "native.forward": lambda: native.forward(q, k, v, windows, sinks, q_start=15),
         "torch.ops.aah.fwd": lambda: torch.ops.aah.fwd.default(
-            *rows, window, None, at, *none, None, 1, 16, sinks, native.UNLIMITED, scale, 0.0
+            *rows, window, None, at, *none, 1, 16, sinks, native.UNLIMITED, scale, 0.0
         ),
         "extern_c": lambda: kernel(address, None),
     }

@@ -8,6 +8,7 @@ from .benchmarks import bench_generate_command, bench_ops_command, bench_prefill
 from .evaluation import evaluate_command
 from .installation import build, info
 from .patching import demo, patch
+from .study import study_command
 
 app = typer.Typer(
     name="aah",
@@ -20,6 +21,7 @@ app.command()(patch)
 app.command()(info)
 app.command("eval")(evaluate_command)
 app.command()(build)
+app.command("study")(study_command)
 
 bench = typer.Typer(help="Benchmarks: interleaved repeats in one process, medians as ratios.", no_args_is_help=True)
 bench.command("ops")(bench_ops_command)

@@ -4,7 +4,8 @@
 `py3-none-<platform>` wheel with the library in `aah_hf/_lib`: it holds no Python.h and uses torch's stable ABI, so
 one wheel serves every Python and every torch from 2.10 on. In pip's isolated environment there is no torch to build
 against, and bringing one in would cost gigabytes: the wheel is then pure Python and compiles on first use. The
-same holds without a compiler. `AAH_HF_NATIVE=0` asks for a pure wheel, `AAH_HF_NATIVE=require` makes one an error.
+same holds without a compiler. `AAH_HF_NATIVE=0` asks for a pure wheel, `AAH_HF_NATIVE=require` makes one an error. Where
+nvcc is found the library has code for GPUs too, unless `AAH_HF_CUDA=0`.
 """
 
 from __future__ import annotations
@@ -45,14 +46,17 @@ class CustomBuildHook(BuildHookInterface):
         """Compile into `self.folder`; why that is not possible here, or None."""
         sys.path.insert(0, self.root)
         try:
-            from aah_hf.ops import build
+            from aah_hf.ops import build, recipes, toolchain
         except ImportError as error:
             return f"aah_hf does not import in this build environment ({error})"
         finally:
             sys.path.remove(self.root)
-        if build.find_compiler() is None:
+        if toolchain.find_compiler() is None:
             return "there is no C++ compiler"
-        build.build(out=self.folder, progress=lambda done, total, label: self.app.display_info(label))
+        recipe = recipes.default_recipe()
+        if os.environ.get("AAH_HF_CUDA", "1") != "0" and toolchain.find_nvcc() is not None:
+            recipe = recipes.with_cuda(recipe)
+        build.build(recipe=recipe, out=self.folder, progress=lambda done, total, label: self.app.display_info(label))
         return None
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:

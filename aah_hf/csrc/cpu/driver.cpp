@@ -338,6 +338,9 @@ extern "C" const char* aah_status_text(int status) {
     case AAH_ERROR_RETENTION:
       return "a KV head has too few slots: a window of w keys needs sinks + w - 1 of them (or one per token so far), and "
              "slots for sinks cannot be added once others are in use";
+    case AAH_ERROR_ALIGNMENT: return "rows of q, k, v and out must start at multiples of 16 bytes on a GPU";
+    case AAH_ERROR_CUDA: return "CUDA error";
+    case AAH_ERROR_DEVICE: return "the kernels need a GPU of compute capability 8.0 or newer";
   }
   return "unknown error";
 }

@@ -30,6 +30,9 @@ enum AahStatus {
   AAH_ERROR_SINKS = 8,
   AAH_ERROR_CACHE = 9,
   AAH_ERROR_RETENTION = 10,
+  AAH_ERROR_ALIGNMENT = 11,  // CUDA only, as those below
+  AAH_ERROR_CUDA = 12,       // aah_cuda_error() says what
+  AAH_ERROR_DEVICE = 13,
 };
 
 // [batch, length, heads, head_dim]; strides in elements, head_dim contiguous.
