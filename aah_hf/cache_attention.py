@@ -4,6 +4,8 @@ Every KV head that keeps the same positions is laid out as `[sink tokens][last w
 inside the band and to the new tokens are then the true ones, sink tokens are the first keys, and everything between is
 something that no query sees: `windowed_attention` with its own rule is exact on it. Rows of unequal length are
 aligned at the new tokens; what stands before a shorter row is padding.
+
+A few new tokens on the CPU go to `aah::decode` instead, which reads the buffers where they are, all KV heads in one call.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from torch.nn.functional import pad
 from .cache_layer import AAHCacheLayer, CacheView
 from .errors import CacheError, OperatorError
 from .masks import AAHMask
-from .ops import Sequences, windowed_attention
+from .ops import Sequences, decode, native, windowed_attention
+
+MOST_DECODED = 16
+"""New tokens up to which the operator for decoding is faster than the one for prefill over gathered keys."""
 
 
 class Step:
@@ -53,6 +58,8 @@ class Step:
             if torch.equal(valid, torch.arange(end, device=valid.device) >= first):
                 valid = None
         self.valid = valid
+        # what decode.py is made for: rows that are their padding, then tokens without a gap
+        self.decodes = q_len <= MOST_DECODED and self.dense is None and valid is None and self.rows.regular
         self._shared: dict[tuple, Any] = {}
 
     @classmethod
@@ -120,6 +127,8 @@ def attend(view: CacheView, query: Tensor, step: Step, **options: Any) -> Tensor
         [batch, query_heads, q_len, head_dim].
     """
     layer = view.layer
+    if _can_decode(view, query, step, options):
+        return _decode(view, query, step, options)
     logits = options.pop("sink_logits", None)
     group = query.shape[1] // layer.kv_heads
     parts, order = [], []
@@ -137,6 +146,31 @@ def attend(view: CacheView, query: Tensor, step: Step, **options: Any) -> Tensor
         return out
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return out[:, torch.tensor(inverse, device=out.device)]
+
+
+def _can_decode(view: CacheView, query: Tensor, step: Step, options: dict[str, Any]) -> bool:
+    if not step.decodes or options.get("dropout"):
+        return False
+    layer, logits = view.layer, options.get("sink_logits")
+    assert layer.keys is not None and layer.values is not None
+    tensors = (query, view.keys, view.values, layer.keys, layer.values)
+    if any(t.dtype != query.dtype or t.shape[-1] != query.shape[-1] for t in tensors):
+        return False
+    return decode.supports(*tensors, *(() if logits is None else (logits,))) is None
+
+
+def _decode(view: CacheView, query: Tensor, step: Step, options: dict[str, Any]) -> Tensor:
+    """After `crop`, slots that the operator takes for a ring's oldest keys may hold newer ones, taken back since. None is
+    in a window: `crop` refuses to go back that far."""
+    layer = view.layer
+    assert layer.keys is not None and layer.values is not None
+    return decode.decode(
+        *(query, view.keys, view.values, layer.keys, layer.values),
+        *(native.kept_ints(layer.offset), native.window_tensor(layer.windows), layer.sink_tokens),
+        *(view.past, native.kept_ints(step.rows.first)),
+        limit=layer.limit,
+        **{name: value for name, value in options.items() if name != "dropout"},
+    )
 
 
 def _attend_alike(

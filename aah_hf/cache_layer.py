@@ -15,6 +15,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .cache_rows import Rows, kept, ring
 from .coverage import kept_keys, kv_windows
 from .errors import CacheError
+from .ops import decode, native
 
 GROWTH = (5, 4)
 """A buffer that is too small grows to 5/4 of what it must hold: at most 1.25 times the stored bytes are allocated."""
@@ -284,6 +285,25 @@ class AAHCacheLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         if self.keys.is_inference() and not torch.is_inference_mode_enabled():
             self.keys, self.values = self.keys.clone(), self.values.clone()
+        if rows.regular and self._native_append(keys, values):
+            offset, first = native.kept_ints(self.offset), native.kept_ints(rows.first)
+            decode.write_(self.keys, self.values, keys, values, offset, first, self.past, self.sink_tokens)
+        else:
+            self._write(keys, values, rows)
+        self.past, self.rows = end, rows
+        self._low = [max(low, end - (self.cap(h) - self.sink_tokens)) for h, low in enumerate(self._low)]
+        self.pending = False
+
+    def _native_append(self, keys: Tensor, values: Tensor) -> bool:
+        assert self.keys is not None and self.values is not None
+        tensors = (self.keys, self.values, keys, values)
+        alike = all(t.dtype == keys.dtype and t.shape[-1] == keys.shape[-1] for t in tensors)
+        return alike and decode.supports(*tensors) is None
+
+    def _write(self, keys: Tensor, values: Tensor, rows: Rows) -> None:
+        """The general way to put new tokens into their slots: any device and rows, differentiable."""
+        assert self.keys is not None and self.values is not None
+        end = self.past + keys.shape[2]
         for where, first, sinks in rows.groups():
             new_sinks = [(slot, p - self.past) for slot, p in enumerate(sinks) if p >= self.past]
             for head in range(self.kv_heads):
@@ -296,9 +316,6 @@ class AAHCacheLayer(CacheLayerMixin):
                 for slot, take in new_sinks:
                     self.keys[where, base + slot] = keys[where, head, take].to(self.keys.dtype)
                     self.values[where, base + slot] = values[where, head, take].to(self.values.dtype)
-        self.past, self.rows = end, rows
-        self._low = [max(low, end - (self.cap(h) - self.sink_tokens)) for h, low in enumerate(self._low)]
-        self.pending = False
 
     def tight(self) -> AAHCacheLayer:
         """A layer that holds what queries still see of this one, in buffers of just that size."""

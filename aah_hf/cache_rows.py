@@ -72,7 +72,7 @@ class Rows:
         if valid is None:
             first = tuple(min(f, past) for f in self.first)
             sinks = tuple((*s, *range(past, min(end, past + sink_tokens - len(s)))) for s in self.sinks)
-            return Rows(first, sinks)
+            return self._if_changed(first, sinks)
         valid = valid[:, :end]
         begins = valid.int().argmax(-1).tolist()
         begins = [b if some else end for b, some in zip(begins, valid.any(-1).tolist())]
@@ -88,7 +88,11 @@ class Rows:
                 start = max(past, begins[row])
                 real = valid[row, start:end].nonzero()[: sink_tokens - len(have), 0].tolist()
                 found[row] = (*have, *(start + r for r in real))
-        return Rows(tuple(begins), tuple(found))
+        return self._if_changed(tuple(begins), tuple(found))
+
+    def _if_changed(self, first: tuple[int, ...], sinks: tuple[tuple[int, ...], ...]) -> Rows:
+        # most steps change nothing, and what was found out about these rows is kept with them
+        return self if (first, sinks) == (self.first, self.sinks) else Rows(first, sinks)
 
     def crop(self, past: int) -> Rows:
         """The rows when only the first `past` tokens had been seen."""

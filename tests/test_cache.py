@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from caching import ARGUMENT, fair_tolerance, left_padded, through
-from conftest import mixed_plan, random_ids, tiny_model
+from conftest import FAMILIES, mixed_plan, random_ids, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -84,14 +84,23 @@ def test_stored_bytes_are_the_coverage_formula(windows, sinks, chunks, pads):
 MODEL = tiny_model()
 
 
-def test_gradients_through_the_cache_equal_those_of_one_forward():
-    model, ids = patched().double(), random_ids(2, 40)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_gradients_through_the_cache_equal_those_of_one_forward(family):
+    """Left-padded; with the softcap, sink logits and native windows of the families that have them."""
+    (overrides,) = (row[2] for row in FAMILIES if row[0] == family)
+    model = patch_model(tiny_model(family, **overrides), config=mixed_plan(2)).double()
+    ids, mask, positions = left_padded([random_ids(1, 40)[0], random_ids(1, 33, 5)[0]])
+    told = {"attention_mask": mask, "position_ids": positions}
     gradients = []
     for chunks in (None, [17, 1, 1, 21]):
         model.zero_grad()
-        logits = model(ids, use_cache=False).logits if chunks is None else through(model, ids, AAHCache(model), chunks)
-        logits.logsumexp(-1).square().sum().backward()
-        gradients.append([p.grad.clone() for p in model.parameters()])
+        if chunks is None:
+            logits = model(ids, use_cache=False, **told).logits
+        else:
+            logits = through(model, ids, AAHCache(model), chunks, mask, positions)
+        (logits.logsumexp(-1).square() * mask).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) > 10
     for got, want in zip(*gradients):
         torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
 

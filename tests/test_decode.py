@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from unittest import mock
 
 import pytest
 import torch
@@ -17,21 +16,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from aah_hf import OperatorError
 from aah_hf.ops import native, reference, toolchain
-from aah_hf.ops.decode import append_, cached_attention, slots
+from aah_hf.ops.decode import append_, cached_attention, supports
 
 HAVE_NATIVE = toolchain.find_compiler() is not None or native.status().available
-PATHS = pytest.mark.parametrize(
-    "use_native", [pytest.param(True, marks=pytest.mark.skipif(not HAVE_NATIVE, reason="no native operator")), False]
-)
 needs_native = pytest.mark.skipif(not HAVE_NATIVE, reason="no native operator and no compiler")
-
-
-def path(use_native: bool):
-    """Run the native operator, or the pure PyTorch one all the way down."""
-    if use_native:
-        assert native.available(), native.status().reason
-        return mock.patch.dict(os.environ)
-    return mock.patch.object(native, "available", lambda: False)
 
 
 @dataclass(frozen=True)
@@ -154,27 +142,13 @@ def run(stream: Stream, d: Data) -> torch.Tensor:
     return torch.cat([out for _, out in steps(stream, d)], dim=2)
 
 
-@PATHS
+@needs_native
 @hypothesis_settings(max_examples=150)
 @given(stream=streams())
-def test_a_stream_equals_the_reference_over_its_full_history(use_native, stream):
+def test_a_stream_equals_the_reference_over_its_full_history(stream):
     d = data(stream)
-    with path(use_native):
-        out = run(stream, d)
+    out = run(stream, d)
     torch.testing.assert_close(out, d.want, rtol=1e-10, atol=1e-10)
-
-
-@needs_native
-@hypothesis_settings(max_examples=60)
-@given(stream=streams())
-def test_both_paths_write_the_same_slots(stream):
-    one, two = data(stream, want=False), data(stream, want=False)
-    with path(True):
-        run(stream, one)
-    with path(False):
-        run(stream, two)
-    for a, b in ((one.k_cache, two.k_cache), (one.v_cache, two.v_cache)):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_native
@@ -186,36 +160,32 @@ def test_float32_is_within_two_millionths(stream):
     assert (out.double() - d.want).abs().max() <= 2e-6 * d.want.abs().max().clamp_min(0.1)
 
 
-@PATHS
+@needs_native
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @hypothesis_settings(max_examples=20)
 @given(stream=streams(plain=True))
-def test_halves_round_only_their_result(use_native, dtype, stream):
+def test_halves_round_only_their_result(dtype, stream):
     d = data(stream, dtype)
-    with path(use_native):
-        out = run(stream, d)
-    # the pure PyTorch path may round probabilities too
-    steps_of = 0.51 if use_native else 8
+    out = run(stream, d)
     error = (out.double() - d.want).abs()
     assert out.dtype == dtype
-    assert (error <= steps_of * torch.finfo(dtype).eps * d.want.abs().clamp_min(0.1 if use_native else 1) + 1e-6).all()
+    assert (error <= 0.51 * torch.finfo(dtype).eps * d.want.abs().clamp_min(0.1) + 1e-6).all()
 
 
-@PATHS
+@needs_native
 @pytest.mark.parametrize("head_dim", [72, 128, 256])
-def test_long_streams_wrap_many_times_and_span_several_chunks(use_native, head_dim):
+def test_long_streams_wrap_many_times_and_span_several_chunks(head_dim):
     stream = Stream(
         batch=2, kv_heads=3, group=2, head_dim=head_dim, windows=(None, 300, 17, 1, 1, 1), sink_tokens=4, spare=(0, 3, 0),
         chunks=(700, 1, 5, 1, 16, 280, 1, 2), first=(0, 11), limit=None, softcap=None, sink_logits=True, seed=3,
     )  # fmt: skip
     assert stream.capacities()[2] == stream.sink_tokens  # a window of 1 keeps its sinks alone
     d = data(stream)
-    with path(use_native):
-        torch.testing.assert_close(run(stream, d), d.want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(run(stream, d), d.want, rtol=1e-10, atol=1e-10)
 
 
-@PATHS
-def test_a_linear_buffer_may_grow(use_native):
+@needs_native
+def test_a_linear_buffer_may_grow():
     """What a cache does before a ring is full: slots stay where they are, also while there are fewer than sinks."""
     stream = Stream(
         batch=2, kv_heads=2, group=2, head_dim=16, windows=(None, 9, 9, 4), sink_tokens=4, spare=(0, 0),
@@ -223,66 +193,35 @@ def test_a_linear_buffer_may_grow(use_native):
     )  # fmt: skip
     d, final, past, outputs = data(stream), stream.capacities(), 0, []
     caches = [[torch.full((2, 0, 16), torch.nan, dtype=torch.float64) for _ in range(2)] for _ in final]
-    with path(use_native):
-        for n in stream.chunks:
-            caps = [min(cap, past + n) for cap in final]
-            caches = [
-                [torch.cat([x, x.new_full((2, cap - x.shape[1], 16), torch.nan)], 1) for x in pair]
-                for pair, cap in zip(caches, caps)
-            ]
-            k_cache, v_cache = (torch.cat([pair[i] for pair in caches], 1) for i in range(2))
-            offset, new = ints(0, caps[0], sum(caps)), slice(past, past + n)
-            outputs.append(
-                cached_attention(
-                    d.q[:, :, new], d.k[:, :, new], d.v[:, :, new], k_cache, v_cache, offset, stream.windows, 4, past, d.first
-                )
-            )  # fmt: skip
-            append_(k_cache, v_cache, d.k[:, :, new], d.v[:, :, new], offset, d.first, past, 4)
-            caches = list(zip(k_cache.split(caps, 1), v_cache.split(caps, 1)))
-            past += n
+    for n in stream.chunks:
+        caps = [min(cap, past + n) for cap in final]
+        caches = [
+            [torch.cat([x, x.new_full((2, cap - x.shape[1], 16), torch.nan)], 1) for x in pair]
+            for pair, cap in zip(caches, caps)
+        ]
+        k_cache, v_cache = (torch.cat([pair[i] for pair in caches], 1) for i in range(2))
+        offset, new = ints(0, caps[0], sum(caps)), slice(past, past + n)
+        outputs.append(
+            cached_attention(
+                d.q[:, :, new], d.k[:, :, new], d.v[:, :, new], k_cache, v_cache, offset, stream.windows, 4, past, d.first
+            )
+        )  # fmt: skip
+        append_(k_cache, v_cache, d.k[:, :, new], d.v[:, :, new], offset, d.first, past, 4)
+        caches = list(zip(k_cache.split(caps, 1), v_cache.split(caps, 1)))
+        past += n
     torch.testing.assert_close(torch.cat(outputs, 2), d.want, rtol=1e-10, atol=1e-10)
 
 
-def test_slots_of_a_ring_by_hand():
-    rank = torch.arange(-1, 8)
-    assert slots(rank, 5, 2).tolist() == [-1, 0, 1, 2, 3, 4, 2, 3, 4]
-    assert slots(rank, 2, 2).tolist() == [-1, 0, 1, -1, -1, -1, -1, -1, -1]
-    assert slots(rank, 3, 0).tolist() == [-1, 0, 1, 2, 0, 1, 2, 0, 1]
-    assert slots(rank, 1, 2).tolist() == [-1, 0, -1, -1, -1, -1, -1, -1, -1]
-
-
-@PATHS
-def test_padding_and_unwritten_slots_are_never_written(use_native):
+@needs_native
+def test_padding_and_unwritten_slots_are_never_written():
     k_cache, v_cache = torch.full((2, 6, 8), 7.0), torch.full((2, 6, 8), 7.0)
     k = torch.arange(5.0)[None, None, :, None].expand(2, 1, 5, 8)
-    with path(use_native):
-        append_(k_cache, v_cache, k, -k, ints(1, 5), ints(0, 3), 0, 1)
+    append_(k_cache, v_cache, k, -k, ints(1, 5), ints(0, 3), 0, 1)
     assert k_cache[0, :, 0].tolist() == [7, 0, 4, 2, 3, 7] and k_cache[1, :, 0].tolist() == [7, 3, 4, 7, 7, 7]
     assert v_cache[0, :, 0].tolist() == [7, 0, -4, -2, -3, 7] and v_cache[1, :, 0].tolist() == [7, -3, -4, 7, 7, 7]
 
 
-@PATHS
-def test_gradients_flow_through_the_cache(use_native):
-    """Backpropagation through a stream equals that of the reference on the complete sequence."""
-    stream = Stream(
-        batch=2, kv_heads=2, group=2, head_dim=8, windows=(None, 3, 9, 5), sink_tokens=2, spare=(0, 0),
-        chunks=(10, 1, 1, 7, 1), first=(0, 4), limit=7, softcap=None, sink_logits=True, seed=2,
-    )  # fmt: skip
-    d = data(stream)
-    inputs = [x.nan_to_num(0.0).contiguous().requires_grad_() for x in (d.q, d.k, d.v, d.sink_logits)]
-    d.q, d.k, d.v, d.sink_logits = inputs
-    weight = torch.randn(d.want.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    with path(use_native):
-        got = torch.autograd.grad((run(stream, d) * weight).sum(), inputs)
-    want, _ = reference.attention(
-        *inputs[:3], [20, 3, 9, 5], 2, limit=7, sink_logits=inputs[3],
-        valid=torch.arange(20)[None] >= d.first[:, None],
-    )  # fmt: skip
-    for a, b in zip(got, torch.autograd.grad((want * weight).sum(), inputs)):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-
-# --- the native operator ----------------------------------------------------------------------------------------
+# --- the operator itself ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -432,7 +371,7 @@ def test_every_instruction_set_gives_the_same_answer(isa):
 # --- bad input --------------------------------------------------------------------------------------------------
 
 
-@PATHS
+@needs_native
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -463,19 +402,19 @@ def test_every_instruction_set_gives_the_same_answer(isa):
         ({"k_cache": torch.zeros(2, 42, 16, dtype=torch.bfloat16)}, "dtype"),
     ],
 )
-def test_nonsense_is_refused_with_a_reason(use_native, change, message):
-    with path(use_native), pytest.raises(OperatorError, match=message):
+def test_nonsense_is_refused_with_a_reason(change, message):
+    with pytest.raises(OperatorError, match=message):
         cached_attention(**small(past=40) | change)
 
 
-@PATHS
+@needs_native
 @pytest.mark.parametrize(
     "change", [{"offset": ints(0, 12, 43)}, {"offset": ints(0, 3, 42)}, {"first": ints(0, -1)}, {"past": -1}]
 )
-def test_a_refused_append_writes_nothing(use_native, change):
+def test_a_refused_append_writes_nothing(change):
     a = small(past=40) | change
     before = a["k_cache"].clone(), a["v_cache"].clone()
-    with path(use_native), pytest.raises(OperatorError):
+    with pytest.raises(OperatorError):
         append_(a["k_cache"], a["v_cache"], a["k_new"], a["v_new"], a["offset"], a["first"], a["past"], 4)
     assert torch.equal(a["k_cache"], before[0]) and torch.equal(a["v_cache"], before[1])
 
@@ -505,6 +444,33 @@ def test_the_operator_itself_refuses_nonsense(index, value, message):
 
 
 @needs_native
+def test_what_the_operators_cannot_do_is_refused_with_a_reason():
+    a = small()
+    names = ("q", "k_new", "v_new", "k_cache", "v_cache")
+    for name in names:
+        with pytest.raises(OperatorError, match="no gradients"):
+            cached_attention(**a | {name: a[name].clone().requires_grad_()})
+    with pytest.raises(OperatorError, match="no gradients"):
+        cached_attention(**a, sink_logits=torch.zeros(4, requires_grad=True))
+    with torch.no_grad():
+        assert supports(*(a[name].clone().requires_grad_() for name in names)) is None
+    with pytest.raises(OperatorError, match="outside the CPU"):
+        cached_attention(**a | {name: a[name].to("meta") for name in names})
+    odd = {name: a[name][..., :12] for name in names}
+    with pytest.raises(OperatorError, match="multiples of 8"):
+        cached_attention(**a | odd)
+
+
+def test_without_the_native_operator_it_says_so(monkeypatch):
+    monkeypatch.setattr(native, "available", lambda: False)
+    a = small()
+    with pytest.raises(OperatorError, match="not available"):
+        cached_attention(**a)
+    with pytest.raises(OperatorError, match="not available"):
+        append_(a["k_cache"], a["v_cache"], a["k_new"], a["v_new"], a["offset"], a["first"], 20, 4)
+
+
+@needs_native
 def test_a_cache_whose_rows_overlap_is_not_written():
     a = small()
     shared = torch.zeros(1, 42, 16).expand(2, 42, 16)
@@ -512,12 +478,11 @@ def test_a_cache_whose_rows_overlap_is_not_written():
         append_(shared, a["v_cache"], a["k_new"], a["v_new"], a["offset"], a["first"], 20, 4)
 
 
-@PATHS
-def test_nothing_to_do(use_native):
-    with path(use_native):
-        assert cached_attention(**small(new=0)).shape == (2, 4, 0, 16)
-        a = small(new=3, past=0, first=ints(3, 9))  # all padding
-        a["q"][:], a["k_cache"][:] = torch.nan, torch.nan
-        assert (cached_attention(**a) == 0).all()
-        append_(a["k_cache"], a["v_cache"], a["k_new"], a["v_new"], a["offset"], a["first"], 0, 4)
-        assert a["k_cache"].isnan().all()
+@needs_native
+def test_nothing_to_do():
+    assert cached_attention(**small(new=0)).shape == (2, 4, 0, 16)
+    a = small(new=3, past=0, first=ints(3, 9))  # all padding
+    a["q"][:], a["k_cache"][:] = torch.nan, torch.nan
+    assert (cached_attention(**a) == 0).all()
+    append_(a["k_cache"], a["v_cache"], a["k_new"], a["v_new"], a["offset"], a["first"], 0, 4)
+    assert a["k_cache"].isnan().all()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,7 +22,8 @@ from ..cache import AAHCache
 from ..errors import AAHError
 from ..evaluation.models import implementation
 from ..families import family_of
-from ..plan import CONFIG_KEY, AAHConfig, text_config
+from ..plan import CONFIG_KEY, AAHConfig, coverage_of, text_config
+from .clock import attention_clock, now
 
 PEERS = ("full", "aah")
 
@@ -38,6 +38,9 @@ class GenerateRow:
         new_tokens: tokens decoded after it, one at a time.
         prefill: prompt tokens per second, all rows together, by peer.
         decode: new tokens per second, all rows together, by peer.
+        attention: seconds per step inside the attention functions and `cache.update` of all layers, by peer.
+        attention_share: share of the step's time that this is, by peer.
+        kv_coverage: KV coverage of the model's windows at the last token.
         cache_bytes: bytes allocated for keys and values at the end, by peer.
         stored_bytes: what of ours a query still sees.
     """
@@ -47,11 +50,19 @@ class GenerateRow:
     new_tokens: int
     prefill: dict[str, float]
     decode: dict[str, float]
+    attention: dict[str, float]
+    attention_share: dict[str, float]
+    kv_coverage: float
     cache_bytes: dict[str, int]
     stored_bytes: int
 
+    @property
+    def attention_ratio(self) -> float:
+        """Our time in attention over full attention's; KV coverage is what the keys that are read would allow."""
+        return self.attention["aah"] / self.attention["full"]
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "attention_ratio": self.attention_ratio}
 
 
 def bench_generate(
@@ -70,7 +81,7 @@ def bench_generate(
         PlanError: the model is not patched.
         AAHError: a number is below 1, or a context and the new tokens exceed the model's positions.
     """
-    AAHConfig.from_model(model)
+    plan = AAHConfig.from_model(model)
     if min((*batches, *contexts, new_tokens, repeats), default=0) < 1:
         raise AAHError(
             f"batches {list(batches)}, contexts {list(contexts)}, new_tokens {new_tokens} and repeats {repeats} must all "
@@ -86,20 +97,21 @@ def bench_generate(
     for index, (batch, context) in enumerate(todo):
         vocabulary = int(text_config(model).vocab_size)
         ids = torch.randint(0, vocabulary, (batch, context + new_tokens), generator=generator).to(model.device)
-        yield _row(model, ids, context, repeats)
+        yield _row(model, plan, ids, context, repeats)
         if progress is not None:
             progress("generation", index + 1, len(todo))
 
 
-def _row(model: PreTrainedModel, ids: Tensor, context: int, repeats: int) -> GenerateRow:
-    times: dict[str, list[tuple[float, float]]] = {peer: [] for peer in PEERS}
+def _row(model: PreTrainedModel, plan: AAHConfig, ids: Tensor, context: int, repeats: int) -> GenerateRow:
+    times: dict[str, list[tuple[float, float, float]]] = {peer: [] for peer in PEERS}
     held: dict[str, int] = {}
     stored = 0
     for turn in range(repeats + 1):
         for peer in PEERS:
-            with implementation(model, CONFIG_KEY if peer == "aah" else family_of(model).stock):
+            name = CONFIG_KEY if peer == "aah" else family_of(model).stock
+            with implementation(model, name):
                 cache: Cache = AAHCache(model) if peer == "aah" else DynamicCache(config=text_config(model))
-                took = _time(model, ids, context, cache)
+                took = _time(model, name, ids, context, cache)
             if turn:
                 times[peer].append(took)
             if isinstance(cache, AAHCache):
@@ -108,37 +120,37 @@ def _row(model: PreTrainedModel, ids: Tensor, context: int, repeats: int) -> Gen
                 held[peer] = _bytes(cache)
             del cache
     batch, new_tokens = ids.shape[0], ids.shape[1] - context
-    prefill, decode = ({p: statistics.median(t[i] for t in ts) for p, ts in times.items()} for i in (0, 1))
+    prefill, decode, attention = (
+        {peer: statistics.median(run[part] for run in runs) for peer, runs in times.items()} for part in range(3)
+    )
     return GenerateRow(
         batch=batch,
         context=context,
         new_tokens=new_tokens,
         prefill={peer: batch * context / seconds for peer, seconds in prefill.items()},
         decode={peer: batch * new_tokens / seconds for peer, seconds in decode.items()},
+        attention={peer: seconds / new_tokens for peer, seconds in attention.items()},
+        attention_share={peer: statistics.median(a / d for _, d, a in runs) for peer, runs in times.items()},
+        kv_coverage=coverage_of(plan, model, ids.shape[1]).kv,
         cache_bytes=held,
         stored_bytes=stored,
     )
 
 
 @torch.inference_mode()
-def _time(model: PreTrainedModel, ids: Tensor, context: int, cache: Cache) -> tuple[float, float]:
-    """Seconds of the prefill and of all single steps after it."""
+def _time(model: PreTrainedModel, name: str, ids: Tensor, context: int, cache: Cache) -> tuple[float, float, float]:
+    """Seconds of the prefill, of all single steps after it, and of attention in these."""
     parameters = inspect.signature(model.forward).parameters
-    name = "cache" if "cache" in parameters else "past_key_values"
-    settings: dict[str, Any] = {"use_cache": True, name: cache, "logits_to_keep": 1}
-    marks = [_now(ids)]
+    argument = "cache" if "cache" in parameters else "past_key_values"
+    settings: dict[str, Any] = {"use_cache": True, argument: cache, "logits_to_keep": 1}
+    marks = [now(ids.device)]
     model(ids[:, :context], **settings)
-    marks.append(_now(ids))
-    for position in range(context, ids.shape[1]):
-        model(ids[:, position : position + 1], **settings)
-    marks.append(_now(ids))
-    return marks[1] - marks[0], marks[2] - marks[1]
-
-
-def _now(ids: Tensor) -> float:
-    if ids.device.type == "cuda":
-        torch.cuda.synchronize(ids.device)
-    return time.perf_counter()
+    with attention_clock(model, name, cache) as inside:
+        marks.append(now(ids.device))
+        for position in range(context, ids.shape[1]):
+            model(ids[:, position : position + 1], **settings)
+        marks.append(now(ids.device))
+    return marks[1] - marks[0], marks[2] - marks[1], sum(inside)
 
 
 def _bytes(cache: Cache) -> int:

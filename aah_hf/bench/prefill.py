@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import AAHError
 from ..evaluation.models import implementation
 from ..families import family_of
 from ..plan import CONFIG_KEY, coverage_of, plan_of
+from .clock import attention_clock, now
 
 
 @dataclass(frozen=True)
@@ -84,11 +82,11 @@ def bench_prefill(
         inside: dict[str, list[float]] = {full: [], CONFIG_KEY: []}
         for turn in range(repeats + 1):
             for name in (full, CONFIG_KEY) if turn % 2 else (CONFIG_KEY, full):
-                with torch.no_grad(), implementation(model, name), _clock(name) as clock:
-                    start = _now(device)
+                with torch.no_grad(), implementation(model, name), attention_clock(model, name) as clock:
+                    start = now(device)
                     model(input_ids=ids, use_cache=False, logits_to_keep=1)
                     if turn:
-                        whole[name].append(_now(device) - start)
+                        whole[name].append(now(device) - start)
                         inside[name].append(sum(clock))
                 done += 1
                 if progress is not None:
@@ -106,28 +104,3 @@ def bench_prefill(
             bound=1 / (1 - share + share * coverage),
             speedup=base / ours,
         )
-
-
-def _now(device: torch.device | str) -> float:
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-@contextmanager
-def _clock(name: str) -> Iterator[list[float]]:
-    """The seconds of every call of a registered attention function, while the `with` lasts."""
-    seconds: list[float] = []
-    function = ALL_ATTENTION_FUNCTIONS[name]
-
-    def timed(module: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
-        start = _now(query.device)
-        result = function(module, query, *args, **kwargs)
-        seconds.append(_now(query.device) - start)
-        return result
-
-    ALL_ATTENTION_FUNCTIONS[name] = timed  # in this object's own table, which goes before the registered one
-    try:
-        yield seconds
-    finally:
-        del ALL_ATTENTION_FUNCTIONS[name]

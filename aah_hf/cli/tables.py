@@ -76,12 +76,17 @@ def print_prefill(model: str, rows: list[Any]) -> None:
 
 
 def print_generation(model: str, rows: list[Any]) -> None:
-    names = ("rows", "context", "prefill full", "aah", "decode full", "aah", "cache full", "aah", "stored")
-    table = Table(*names, title=f"{model}: tokens/s and cache size, full attention with a DynamicCache against ours")
+    table = Table(
+        *("rows", "context", "KV", "prefill full", "aah", "decode full", "aah", "attention full", "aah", "ratio"),
+        *("cache full", "aah", "stored"),
+        title=f"{model}: tokens/s, share of attention in decode and cache size, full attention with a DynamicCache "
+        "against ours",
+    )
     for row in rows:
         speeds = (f"{by[peer]:.1f}" for by in (row.prefill, row.decode) for peer in ("full", "aah"))
+        shares = (*(f"{row.attention_share[peer]:.1%}" for peer in ("full", "aah")), f"{row.attention_ratio:.3f}")
         sizes = (mebibytes(n) for n in (row.cache_bytes["full"], row.cache_bytes["aah"], row.stored_bytes))
-        table.add_row(str(row.batch), str(row.context), *speeds, *sizes)
+        table.add_row(str(row.batch), str(row.context), f"{row.kv_coverage:.3f}", *speeds, *shares, *sizes)
     out.print(table)
 
 

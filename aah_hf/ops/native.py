@@ -274,11 +274,15 @@ def _kept_ints(values: tuple[int, ...]) -> Tensor:
         return _ints(values)
 
 
+def kept_ints(values: tuple[int, ...]) -> Tensor:
+    """int32 on the CPU, made once and shared by all who ask for the same numbers: not to be written to."""
+    return _ints(values) if _tracing() else _kept_ints(values)
+
+
 def window_tensor(windows: Sequence[int | None] | Tensor) -> Tensor:
     if isinstance(windows, Tensor):
         return windows.to("cpu", torch.int32)  # the schedule is made from them, on a GPU too
-    values = tuple(UNLIMITED if w is None else min(w, UNLIMITED) for w in windows)
-    return _ints(values) if _tracing() else _kept_ints(values)
+    return kept_ints(tuple(UNLIMITED if w is None else min(w, UNLIMITED) for w in windows))
 
 
 def _per_sequence(value: int | Tensor | None, sequences: int, device: torch.device) -> Tensor | None:

@@ -154,7 +154,7 @@ STABLE_TORCH_LIBRARY(aah, m) {
   m.def("fwd(Tensor q, Tensor k, Tensor v, " AAH_COMMON_ARGUMENTS ") -> (Tensor, Tensor)");
   m.def("bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, " AAH_COMMON_ARGUMENTS
         ") -> (Tensor, Tensor, Tensor, Tensor)");
-  // No autograd: recording would cost more than a short call. ops/decode.py sends what needs gradients elsewhere.
+  // No autograd: recording would cost more than a short call. ops/decode.py refuses what needs gradients.
   m.def(
       "decode(Tensor q, Tensor k, Tensor v, Tensor k_cache, Tensor v_cache, Tensor offset, Tensor window, Tensor first, "
       "Tensor? sink_logits, SymInt past, int sinks, int limit, float scale, float softcap) -> (Tensor, Tensor)");
