@@ -8,7 +8,7 @@ dicts, device hooks and whatever a family's forward is called tomorrow stay the 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,12 +30,16 @@ logger = logging.get_logger(__name__)
 PREVIOUS = "aah_previous_implementation"
 """Attribute of a patched attention module: the implementation that unpatching brings back."""
 
+NEXT_CALL = "aah_next_call"
+"""Attribute of a patched attention module: a function that takes the module's next call in place of this one. It
+takes itself away first, so a call that gradient checkpointing repeats is not seen twice."""
+
 FAR_BEYOND = 4
 """A plan warns once when it runs at more than this many times the length it was calibrated at."""
 
-# keyword arguments that models pass down and that do not change the attention product: `sliding_window`
-# arrives through the mask as well, packing is read by AAHMask.note_packing
-_HARMLESS = frozenset(
+# keyword arguments that models pass down and that do not change the attention product (`sliding_window` arrives
+# through the mask as well, packing is read by AAHMask.note_packing), or that `score_rules` and `_refuse` look at
+_KNOWN = frozenset(
     [
         "position_ids",
         "position_embeddings",
@@ -120,11 +124,18 @@ def adopt(module: Any, plan: AAHConfig, layer: int) -> None:
     module.aah_layer = LayerWindows(plan.windows[layer], plan.sink_tokens, plan.calibrated_at)
 
 
+def set_windows(module: Any, windows: tuple[int | None, ...]) -> None:
+    """Other windows for a module that has some already; the model's plan must follow (`patching.renew_plan`)."""
+    if module.aah_layer.windows != windows:
+        module.aah_layer = replace(module.aah_layer, windows=windows)
+
+
 def release(module: Any) -> None:
     """Undo `adopt`: the module is again an instance of its family's own class, nothing more."""
     if isinstance(module, AAHAttention):
         del module.aah_layer
         module.__dict__.pop(PREVIOUS, None)
+        module.__dict__.pop(NEXT_CALL, None)
         _, module.__class__ = type(module).__bases__
 
 
@@ -152,6 +163,9 @@ def aah_attention_forward(
     Raises:
         AAHError: the module has no windows, or an argument asks for something the operator does not do.
     """
+    take = module.__dict__.get(NEXT_CALL)
+    if take is not None:
+        return take(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     layer = getattr(module, "aah_layer", None)
     if layer is None:
         raise PlanError(
@@ -167,7 +181,7 @@ def aah_attention_forward(
             raise OperatorError(
                 f"{query.shape[2]} queries over {key.shape[2]} keys came without a mask, so their positions are "
                 "unknown (continuous batching does this). Use `generate()`, or "
-                "`model.set_attn_implementation('sdpa')` for full attention."
+                "`model.set_attn_implementation('sdpa')` (or 'eager') for full attention."
             )
         attention_mask = aah_mask(query.shape[0], query.shape[2], key.shape[2], device=query.device)
 
@@ -182,7 +196,9 @@ def aah_attention_forward(
     end = kv_start + key.shape[2] if isinstance(start, Tensor) else start + query.shape[2]
     _warn_far_beyond(layer, end)
 
-    if layer.covers(end) and (isinstance(mask, Tensor) or not mask.leaks):
+    rules = score_rules(kwargs)
+    # SDPA has no argument for those, and a family's own eager attention would build T×T scores
+    if not rules and layer.covers(end) and (isinstance(mask, Tensor) or not mask.leaks):
         stock = mask if isinstance(mask, Tensor) else mask.stock()
         return sdpa_attention_forward(module, query, key, value, stock, dropout=dropout, scaling=scaling, **kwargs)
 
@@ -203,8 +219,18 @@ def aah_attention_forward(
         limit=limit,
         mask=dense,
         dropout=dropout,
+        **rules,
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def score_rules(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a family does to the scores, as arguments of `windowed_attention`.
+
+    gemma2 caps them (`softcap`), gpt_oss has a learned logit per query head (`s_aux`).
+    """
+    names = {"softcap": "softcap", "s_aux": "sink_logits"}
+    return {ours: kwargs[theirs] for theirs, ours in names.items() if kwargs.get(theirs) is not None}
 
 
 @torch.compiler.disable  # see AAHCache.update
@@ -229,7 +255,7 @@ def _through_cache(
         out, _ = aah_attention_forward(module, query, view.keys, view.values, mask, dropout, scaling, **kwargs)
     else:
         _warn_far_beyond(layer, view.past + q_len)
-        out = attend(view, query.to(view.keys.dtype), step, scale=scaling, dropout=dropout)
+        out = attend(view, query.to(view.keys.dtype), step, scale=scaling, dropout=dropout, **score_rules(kwargs))
         out = out.transpose(1, 2).contiguous()
     view.store(step.rows)
     return out, None
@@ -241,20 +267,35 @@ def _start_by_mask(mask: Tensor, query: Tensor, key: Tensor) -> int | Tensor:
     The last query's own key is the last that it sees; the number of keys says nothing, because a static
     cache hands over its whole buffer.
     """
-    q_len, kv_len = query.shape[2], key.shape[2]
-    if mask.dim() != 4 or mask.shape[2] != q_len or mask.shape[3] != kv_len:
+    batch, heads, q_len, _ = query.shape
+    kv_len = key.shape[2]
+    fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads)
+    if not fits or mask.shape[2] != q_len or mask.shape[3] != kv_len:
         raise OperatorError(
             f"the 4D attention mask has shape {tuple(mask.shape)} and there are {q_len} queries and {kv_len} keys; "
-            f"expected [batch or 1, heads or 1, {q_len}, {kv_len}]."
+            f"expected [{batch} or 1, {heads} or 1, {q_len}, {kv_len}]."
         )
-    if not torch.compiler.is_compiling():
-        _warn_once_of_4d_masks()
-    if q_len == kv_len:
-        return 0
-    last = mask[:, :, -1]
-    seen = last if last.dtype == torch.bool else last > torch.finfo(last.dtype).min
-    position = (seen * torch.arange(1, kv_len + 1, device=mask.device)).amax().clamp(min=q_len) - q_len
-    return position if torch.compiler.is_compiling() else int(position)
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise OperatorError(
+            f"the 4D attention mask is of type {mask.dtype}; expected bool (True is seen) or a floating type (added)."
+        )
+
+    def seen(part: Tensor) -> Tensor:
+        return part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min
+
+    start: int | Tensor = 0
+    if q_len != kv_len:
+        start = (seen(mask[:, :, -1]) * torch.arange(1, kv_len + 1, device=mask.device)).amax().clamp(min=q_len) - q_len
+    if torch.compiler.is_compiling():
+        return start
+    start = int(start)
+    _warn_once_of_4d_masks()
+    if bool(seen(mask.diagonal(start + 1, 2, 3)).any()):
+        raise OperatorError(
+            "the 4D attention mask lets a query see the key after it (image tokens of multimodal models do), and "
+            "per-head windows are causal. Pass `mask.tril()` if that is what you mean."
+        )
+    return start
 
 
 def _warn_once_of_4d_masks() -> None:
@@ -270,14 +311,12 @@ def _refuse(kwargs: dict[str, Any], module: nn.Module) -> None:
             "output_attentions=True is not available with per-head windows: the weights are never built. "
             "Load the model with attn_implementation='eager' to look at them."
         )
-    for name in ("softcap", "s_aux", "position_bias", "head_mask"):
+    for name in ("position_bias", "head_mask"):
         if kwargs.get(name) is not None:
-            raise AAHError(
-                f"{type(module).__name__} passes `{name}` to attention, which per-head windows do not do yet."
-            )
+            raise AAHError(f"{type(module).__name__} passes `{name}` to attention, which per-head windows do not do.")
     if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
         raise AAHError("per-head windows are causal and the model asked for bidirectional attention (is_causal=False).")
-    unknown = sorted(name for name, value in kwargs.items() if name not in _HARMLESS and value is not None)
+    unknown = sorted(name for name, value in kwargs.items() if name not in _KNOWN and value is not None)
     if unknown:
         raise AAHError(
             f"{type(module).__name__} passes arguments to attention that aah_hf does not know: {unknown}. They may "

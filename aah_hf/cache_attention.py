@@ -108,22 +108,29 @@ class Step:
         return "all" if not sinks or self.past - max(sinks) >= limit else "some"
 
 
-def attend(view: CacheView, query: Tensor, step: Step, *, scale: float | None, dropout: float) -> Tensor:
+def attend(view: CacheView, query: Tensor, step: Step, **options: Any) -> Tensor:
     """Attention of new tokens over what the cache keeps and themselves; the cache is not changed.
 
     Args:
         view: of a cache that holds tokens.
         query: [batch, query_heads, q_len, head_dim].
+        options: scale, dropout, softcap and sink_logits, as in `windowed_attention`.
 
     Returns:
         [batch, query_heads, q_len, head_dim].
     """
     layer = view.layer
+    logits = options.pop("sink_logits", None)
     group = query.shape[1] // layer.kv_heads
     parts, order = [], []
     for heads in layer.alike.values():
         members = [h * group + i for h in heads for i in range(group)]
-        parts.append(_attend_alike(view, heads, members, query, step, scale, dropout))
+        own = (
+            options
+            if logits is None
+            else {**options, "sink_logits": logits[torch.tensor(members, device=logits.device)]}
+        )
+        parts.append(_attend_alike(view, heads, members, query, step, own))
         order += members
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if order == sorted(order):
@@ -138,8 +145,7 @@ def _attend_alike(
     members: list[int],
     query: Tensor,
     step: Step,
-    scale: float | None,
-    dropout: float,
+    options: dict[str, Any],
 ) -> Tensor:
     layer, device = view.layer, query.device
     head = heads[0]
@@ -167,11 +173,10 @@ def _attend_alike(
         values,
         [layer.seen[h] for h in members],
         sink_tokens,
-        scale=scale,
         q_start=cached,
         sequences=step.sequences(layer, head, device),
         mask=mask,
-        dropout=dropout,
+        **options,
     )
 
 

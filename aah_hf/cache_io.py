@@ -7,7 +7,6 @@ stranger: every number is checked before a tensor is read.
 from __future__ import annotations
 
 import json
-import os
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from .cache_layer import AAHCacheLayer
 from .cache_rows import Rows
 from .errors import CacheError
 from .families import attention_modules
+from .files import replacing
 from .plan import head_dim
 
 FORMAT = "aah_hf.cache"
@@ -50,13 +50,8 @@ def save_cache(cache: Any, path: str | Path) -> None:
         "first": layers[0].rows.first,
         "sinks": layers[0].rows.sinks,
     }
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
+    with replacing(path) as unfinished:
         save_file(tensors, unfinished, metadata={"format": FORMAT, "cache": json.dumps(about)})
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def load_cache(cls: type, path: str | Path, config: Any, device: torch.device | str | None) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
@@ -19,7 +20,13 @@ from .errors import AAHError, PlanError
 from .families import attention_modules
 from .plan import CONFIG_KEY, AAHConfig, text_config
 
+if TYPE_CHECKING:
+    from .calibration.weights import Controllers
+
 logger = logging.get_logger(__name__)
+
+CONTROLLERS = "aah_controllers"
+"""Attribute of a model: the controllers that chose its windows (method.md §5), where there are any."""
 
 
 def adopt_model(model: PreTrainedModel, plan: AAHConfig) -> None:
@@ -39,13 +46,24 @@ def config_to_dict(original: Any, self: PreTrainedConfig) -> dict[str, Any]:
 
 
 def config_from_dict(original: Any, cls: type, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-    """Restore the implementation of a config that kept its plan and lost the key, and say so."""
-    requested = kwargs.get("attn_implementation") or config_dict.get("attn_implementation")
-    if config_dict.get(CONFIG_KEY) is not None and requested is None:
+    """Restore the implementation of a config that kept its plan and lost the key, and say so.
+
+    Raises:
+        PlanError: the key is no string; transformers would run full attention with some of these.
+    """
+    stored = config_dict.get("attn_implementation")
+    requested = kwargs.get("attn_implementation") or stored
+    planned = config_dict.get(CONFIG_KEY) is not None
+    if planned and stored is not None and not (isinstance(stored, str) and stored):
+        raise PlanError(
+            f"`attn_implementation` in config.json is {stored!r}; expected {CONFIG_KEY!r} (or another implementation's "
+            "name, for full attention). Was the file edited by hand?"
+        )
+    if planned and requested is None:
         logger.warning(
             f"This config holds a plan for per-head windows (`{CONFIG_KEY}`) but not the key `attn_implementation`; it "
             "was probably re-saved without aah_hf. It is loaded with its windows; pass attn_implementation='sdpa' "
-            "for full attention."
+            "(or 'eager') for full attention."
         )
         config_dict = {**config_dict, "attn_implementation": CONFIG_KEY}
     return original(cls, config_dict, **kwargs)
@@ -77,11 +95,33 @@ def save_with_card(original: Any, self: PreTrainedModel, save_directory: Any, *a
     with _unpacked_gguf(self) if patched else nullcontext():
         result = original(self, save_directory, *args, **kwargs)
     if is_main:
+        _save_controllers(self, save_directory)
         try:
             write_card(self, save_directory) if patched else remove_card(save_directory)
         except (AAHError, OSError, UnicodeError) as error:  # the checkpoint itself is complete
             logger.warning(f"The model was saved, but its model card was not: {error}")
     return result
+
+
+def attach_controllers(model: PreTrainedModel, controllers: Controllers | None) -> None:
+    """Let `save_pretrained` write these controllers beside the model; None lets it write none.
+
+    They hang on the model without being a submodule of it: state dict and parameters stay the family's own.
+    """
+    if controllers is None:
+        model.__dict__.pop(CONTROLLERS, None)
+    else:
+        model.__dict__[CONTROLLERS] = controllers
+
+
+def _save_controllers(model: PreTrainedModel, directory: Any) -> None:
+    from .calibration.weights import CONTROLLER_FILE, save_controllers
+
+    controllers = model.__dict__.get(CONTROLLERS)
+    if controllers is not None:
+        save_controllers(controllers, directory)
+    else:  # those of another model that was saved here before
+        (Path(directory) / CONTROLLER_FILE).unlink(missing_ok=True)
 
 
 def _check_plan_in_force(model: PreTrainedModel) -> None:

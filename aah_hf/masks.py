@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from .errors import UnsupportedModelError
 from .ops.sequences import Sequences
 
 
@@ -143,9 +144,11 @@ def aah_mask(
         valid = torch.nn.functional.pad(valid, (0, total - valid.shape[1]))
         if not tracing and bool(valid.all()):
             valid = None
-    documents = None
-    if mask_function is not causal_mask_function and not use_vmap:
+    documents, dense = None, stock() if use_vmap else None
+    if not use_vmap and mask_function is not causal_mask_function:
         documents = _documents(mask_function, batch_size, total, device)
+    elif dense is not None and not tracing and not isinstance(q_offset, Tensor):
+        _refuse_bidirectional(dense.diagonal(q_offset - kv_offset + 1, 2, 3))
     return AAHMask(
         batch=batch_size,
         q_len=q_length,
@@ -153,7 +156,7 @@ def aah_mask(
         kv_start=kv_offset,
         sequences=None if valid is None and documents is None else Sequences(valid, documents),
         limit=local_size,
-        dense=stock() if use_vmap else None,
+        dense=dense,
         padded=attention_mask is not None,
         stock=stock,
     )
@@ -162,14 +165,27 @@ def aah_mask(
 def _documents(mask_function: Callable, batch_size: int, total: int, device: torch.device | str) -> Tensor | None:
     """Packed documents, read off the mask function: a token that may not see its predecessor opens one.
 
-    The function is asked for the first sub-diagonal only; apart from packing it holds causality and the
-    native window, which both let a token see its predecessor (a native window of 1 never does, and then
-    every token is indeed alone).
+    The function is asked for the first sub-diagonal only (and, to be sure that it is causal, for the one above
+    the diagonal); apart from packing it holds causality and the native window, which both let a token see its
+    predecessor (a native window of 1 never does, and then every token is indeed alone).
+
+    Raises:
+        UnsupportedModelError: a token sees its successor.
     """
     if total < 2:
         return None
     rows, at = torch.arange(batch_size, device=device)[:, None], torch.arange(1, total, device=device)[None]
     sees_previous = torch.as_tensor(mask_function(rows, 0, at, at - 1), device=device).expand(batch_size, total - 1)
-    if not torch.compiler.is_compiling() and bool(sees_previous.all()):
-        return None
+    if not torch.compiler.is_compiling():
+        _refuse_bidirectional(torch.as_tensor(mask_function(rows, 0, at - 1, at)))
+        if bool(sees_previous.all()):
+            return None
     return torch.nn.functional.pad((~sees_previous).long().cumsum(-1), (1, 0))
+
+
+def _refuse_bidirectional(sees_next: Tensor) -> None:
+    if bool(sees_next.any()):
+        raise UnsupportedModelError(
+            "the model's mask lets some queries see later keys (image tokens of multimodal models do), and per-head "
+            "windows are causal."
+        )

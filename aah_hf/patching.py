@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from . import attention
-from .checkpoint import adopt_model
+from .checkpoint import adopt_model, attach_controllers
 from .errors import AAHError, PlanError, UnsupportedModelError
 from .families import attention_modules, family_of
 from .plan import CONFIG_KEY, AAHConfig, text_config
@@ -64,19 +64,23 @@ def patch_model(
         )
     base = unwrap(model)
     attention_modules(base)
+    controllers = None
     if config is None:
-        from .calibration import calibrate_and_check
+        from .calibration import Controllers, calibrate_and_check
 
         config = calibrate_and_check(base, calib_data, calibration=calibration, tokenizer=tokenizer, progress=progress)
+        controllers = Controllers.of_plan(config)
     config.check_fits(base)
     set_plan(base, config)
+    attach_controllers(base, controllers)
     return model
 
 
 def unpatch_model(model: Any) -> Any:
     """Bring back the model that came in: its own attention classes, implementation and config.
 
-    A model that was loaded from a patched checkpoint returns to transformers' default implementation.
+    A model that was loaded from a patched checkpoint returns to SDPA (gemma2 and gpt_oss, which SDPA cannot
+    serve, to eager attention).
 
     Raises:
         PlanError: the model is not patched.
@@ -85,10 +89,11 @@ def unpatch_model(model: Any) -> Any:
     if not is_patched(base):
         raise PlanError(f"{type(base).__name__} is not patched, so there is nothing to undo.")
     config, modules = text_config(base), [module for _, module in attention_modules(base)]
-    base.set_attn_implementation(getattr(modules[0], attention.PREVIOUS, "sdpa"))
+    base.set_attn_implementation(getattr(modules[0], attention.PREVIOUS, family_of(base).stock))
     for module in modules:
         attention.release(module)
     config.__dict__.pop(CONFIG_KEY, None)
+    attach_controllers(base, None)
     return model
 
 
@@ -114,8 +119,21 @@ def unwrap(model: Any) -> PreTrainedModel:
     return inner
 
 
+def renew_plan(model: PreTrainedModel, plan: AAHConfig) -> None:
+    """Other windows for a patched model, as often as every training step: no module is rebuilt.
+
+    Raises:
+        PlanError: the model is not patched, or the plan belongs to another one. Nothing is changed then.
+    """
+    config = text_config(model)
+    if getattr(config, CONFIG_KEY, None) is None or not is_patched(model):
+        raise PlanError(f"{type(model).__name__} is not patched; put its first plan in force with patch_model.")
+    adopt_model(model, plan)
+    setattr(config, CONFIG_KEY, plan.to_dict())
+
+
 def set_plan(model: PreTrainedModel, plan: AAHConfig) -> None:
-    """Put `plan` into force; on any failure the model stays as it was."""
+    """Put `plan` into force; on any failure the model stays as it was. Controllers of an earlier plan are dropped."""
     config = text_config(model)
     before, old = config._attn_implementation, None
     if is_patched(model):
@@ -152,3 +170,4 @@ def set_plan(model: PreTrainedModel, plan: AAHConfig) -> None:
             setattr(config, CONFIG_KEY, dormant)
         config._attn_implementation = before
         raise
+    attach_controllers(model, None)

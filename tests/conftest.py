@@ -16,6 +16,7 @@ from hypothesis import settings
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import aah_hf
+from aah_hf.families import FAMILIES as SUPPORTED
 from aah_hf.ops import native
 
 # tiny tensors gain nothing from threads, and test processes that share two cores lose a lot to them
@@ -24,6 +25,8 @@ settings.register_profile("deterministic", derandomize=True, deadline=None, prin
 settings.load_profile("deterministic")
 
 LAYERS, HEADS, KV_HEADS = 3, 4, 2
+
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 
 # (id, model_type, overrides): every row of families.py, and the native sliding windows some of them have
 FAMILIES = [
@@ -38,6 +41,20 @@ FAMILIES = [
     ("qwen3_moe", "qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     ("smollm3", "smollm3", {}),
     ("granite", "granite", {}),
+    ("olmo2", "olmo2", {}),
+    ("olmo3", "olmo3", {"sliding_window": 12, "layer_types": ALTERNATING}),
+    ("glm4", "glm4", {}),
+    (
+        "gemma2",
+        "gemma2",
+        {"sliding_window": 12, "query_pre_attn_scalar": 4, "attn_logit_softcapping": 0.02, "layer_types": ALTERNATING},
+    ),
+    ("gemma3", "gemma3_text", {"sliding_window": 12, "query_pre_attn_scalar": 4, "layer_types": ALTERNATING}),
+    (
+        "gpt_oss",
+        "gpt_oss",
+        {"sliding_window": 12, "layer_types": ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 ]
 
 
@@ -55,7 +72,7 @@ def tiny_model(model_type: str = "llama", **overrides):
         "pad_token_id": 0,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "attn_implementation": "sdpa",
+        "attn_implementation": SUPPORTED[model_type].stock if model_type in SUPPORTED else "sdpa",
     } | overrides
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **settings)).eval()

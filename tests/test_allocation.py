@@ -175,3 +175,14 @@ def test_a_large_model_takes_less_than_a_second():
     windows = allocate(errors, fine, 0.46, seq_len=2048, sink_tokens=4, kv_heads=8, granularity="head")
     assert time.process_time() - start < 2  # measured 0.15 s; room for slow machines
     assert 0.4599 < measure(windows, 2048, kv_heads=8, sink_tokens=4).causal <= 0.46
+
+
+def test_the_advice_names_what_helps():
+    settings = {"seq_len": 64, "kv_heads": 2}
+    with pytest.raises(CalibrationError, match="or add shorter candidates"):
+        allocate(np.zeros((1, 4, 2)), (32, None), Budget.kv(0.2), sink_tokens=4, **settings)
+    # sink tokens alone exceed it: no window is short enough
+    with pytest.raises(CalibrationError, match=r"lower sink_tokens: even windows of a single key leave 0\.9375"):
+        allocate(np.zeros((1, 4, 2)), (2, None), Budget.kv(0.5), sink_tokens=60, **settings)
+    with pytest.raises(CalibrationError, match="lower sink_tokens"):
+        allocate(np.zeros((1, 4, 2)), (2, None), Budget.causal(0.5), sink_tokens=60, **settings)

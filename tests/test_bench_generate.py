@@ -8,7 +8,7 @@ import pytest
 from conftest import mixed_plan, tiny_model
 
 from aah_hf import AAHError, PlanError, coverage, patch_model
-from aah_hf.bench_generate import bench_generate
+from aah_hf.bench import bench_generate
 
 
 def test_reports_speed_and_the_bytes_of_both_caches():
@@ -29,7 +29,7 @@ def test_reports_speed_and_the_bytes_of_both_caches():
         assert min(*row.prefill.values(), *row.decode.values()) > 0
         assert row.stored_bytes == row.batch * coverage(model, 44).kv_bytes
         assert row.stored_bytes <= row.cache_bytes["aah"] <= 1.25 * row.stored_bytes
-        assert row.cache_bytes["sdpa"] == row.batch * 44 * 3 * 2 * 2 * 8 * 4
+        assert row.cache_bytes["full"] == row.batch * 44 * 3 * 2 * 2 * 8 * 4
         json.dumps(row.to_dict())
     assert stages[-1] == ("generation", 2, 2)
     assert model.config._attn_implementation == "aah"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from aah_hf import AAHConfig, AAHError, coverage, patch_model
 from aah_hf.calibration import Budget, CalibrationConfig, allocate
-from aah_hf.cli import _kv_budget
+from aah_hf.cli.loading import parse_kv_budget
 from aah_hf.coverage import measure
 from aah_hf.errors import CalibrationError
 
@@ -74,13 +74,13 @@ def test_patching_with_a_size_gives_a_cache_of_that_size():
     ],
 )
 def test_sizes_on_the_command_line(text, budget):
-    assert _kv_budget(text, None) == budget
+    assert parse_kv_budget(text, None) == budget
 
 
 @pytest.mark.parametrize("text", ["", "MB", "half", "-1MB", "5XB", "0", "1.5", "0MB", "nan"])
 def test_nonsense_on_the_command_line(text):
     with pytest.raises(AAHError):
-        _kv_budget(text, None)
+        parse_kv_budget(text, None)
 
 
 def test_budgets_of_bytes_are_checked():

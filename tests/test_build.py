@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from aah_hf import OperatorError
-from aah_hf.ops import build, native
-from aah_hf.ops.build import NativeBuildError, Recipe, Unit
+from aah_hf.ops import build, library, native, recipes, toolchain
+from aah_hf.ops.recipes import Recipe, Unit
+from aah_hf.ops.toolchain import NativeBuildError
 
-needs_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(toolchain.find_compiler() is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture
@@ -46,24 +47,24 @@ def mode_of(path: Path) -> int:
 @needs_compiler
 def test_second_build_is_a_look_into_the_cache(cache, recipe):
     steps = []
-    library = build.build(recipe=recipe, progress=lambda *step: steps.append(step))
+    built = build.build(recipe=recipe, progress=lambda *step: steps.append(step))
     assert [label.split()[0] for _, _, label in steps] == ["compiling", "linking", "built"]
     assert steps[-1][0] == steps[-1][1] == 2
-    assert build.find_cached(recipe) == library
-    build.verify(library)
+    assert library.find_cached(recipe) == built
+    library.verify(built)
     steps.clear()
-    assert build.build(recipe=recipe, progress=lambda *step: steps.append(step)) == library and not steps
-    assert build.build(recipe=recipe, force=True) == library
+    assert build.build(recipe=recipe, progress=lambda *step: steps.append(step)) == built and not steps
+    assert build.build(recipe=recipe, force=True) == built
 
 
 @needs_compiler
 def test_folders_belong_to_the_user_alone(cache, recipe):
     old = os.umask(0)  # the most careless one
     try:
-        library = build.build(recipe=recipe)
+        built = build.build(recipe=recipe)
     finally:
         os.umask(old)
-    for folder in (cache, cache / "native", library.parent):
+    for folder in (cache, cache / "native", built.parent):
         assert mode_of(folder) == 0o700 and folder.stat().st_uid == os.getuid()
     assert [p for p in (cache / "native").iterdir() if p.name.startswith(".")] == []
 
@@ -73,7 +74,7 @@ def test_folders_belong_to_the_user_alone(cache, recipe):
 def test_changed_sources_are_another_library(cache, recipe, what):
     first = build.build(recipe=recipe)
     (recipe.root / what).write_text((recipe.root / what).read_text() + "// changed\n")
-    assert build.find_cached(recipe) is None
+    assert library.find_cached(recipe) is None
     assert build.build(recipe=recipe) != first
 
 
@@ -81,18 +82,18 @@ def test_changed_sources_are_another_library(cache, recipe, what):
 def test_flags_and_compiler_are_part_of_the_key(cache, recipe, monkeypatch):
     first = build.build(recipe=recipe)
     other = Recipe(recipe.root, recipe.units, (*recipe.flags, "-DMORE"))
-    assert build.find_cached(other) is None
-    command = build.find_compiler().command
-    monkeypatch.setattr(build, "find_compiler", lambda: build.Compiler(command, "another version"))
-    assert build.find_cached(recipe) is None
+    assert library.find_cached(other) is None
+    command = toolchain.find_compiler().command
+    monkeypatch.setattr(toolchain, "find_compiler", lambda: toolchain.Compiler(command, "another version"))
+    assert library.find_cached(recipe) is None
     assert build.build(recipe=recipe) != first
 
 
 @needs_compiler
 def test_without_a_compiler_an_earlier_build_still_serves(cache, recipe, monkeypatch):
-    library = build.build(recipe=recipe)
-    monkeypatch.setattr(build, "find_compiler", lambda: None)
-    assert build.find_cached(recipe) == library
+    built = build.build(recipe=recipe)
+    monkeypatch.setattr(toolchain, "find_compiler", lambda: None)
+    assert library.find_cached(recipe) == built
     with pytest.raises(NativeBuildError, match=r"no C\+\+ compiler|CXX"):
         build.build(recipe=recipe, force=True)
 
@@ -100,29 +101,29 @@ def test_without_a_compiler_an_earlier_build_still_serves(cache, recipe, monkeyp
 @needs_compiler
 @pytest.mark.parametrize("damage", ["changed", "truncated", "record", "link"])
 def test_a_library_that_is_not_the_one_built_is_not_loaded(cache, recipe, damage, tmp_path):
-    library = build.build(recipe=recipe)
-    content = bytearray(library.read_bytes())
+    built = build.build(recipe=recipe)
+    content = bytearray(built.read_bytes())
     if damage == "changed":
         content[len(content) // 2] ^= 1
-        library.write_bytes(content)
+        built.write_bytes(content)
     elif damage == "truncated":
-        library.write_bytes(content[:-1])
+        built.write_bytes(content[:-1])
     elif damage == "record":
-        (library.parent / build.MANIFEST).unlink()
+        (built.parent / library.MANIFEST).unlink()
     else:
         (tmp_path / "elsewhere.so").write_bytes(content)
-        library.unlink()
-        library.symlink_to(tmp_path / "elsewhere.so")
+        built.unlink()
+        built.symlink_to(tmp_path / "elsewhere.so")
     with pytest.raises(NativeBuildError, match="aah build --force"):
-        build.verify(library)
-    build.verify(build.build(recipe=recipe))  # building repairs it, without being forced
+        library.verify(built)
+    library.verify(build.build(recipe=recipe))  # building repairs it, without being forced
 
 
 @needs_compiler
 def test_native_refuses_a_tampered_library(cache, recipe, monkeypatch):
-    library = build.build(recipe=recipe)
-    library.write_bytes(library.read_bytes() + b"!")
-    monkeypatch.setattr(build, "default_recipe", lambda: recipe)
+    built = build.build(recipe=recipe)
+    built.write_bytes(built.read_bytes() + b"!")
+    monkeypatch.setattr(recipes, "default_recipe", lambda: recipe)
     monkeypatch.setattr(native, "_status", None)
     monkeypatch.setattr(native, "WHEEL_FOLDER", cache / "no wheel")
     monkeypatch.delenv("AAH_HF_NATIVE", raising=False)
@@ -136,18 +137,18 @@ def test_a_folder_of_somebody_else_is_refused(cache, recipe, monkeypatch):
     me = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: me + 1)
     with pytest.raises(NativeBuildError, match="belongs to user"):
-        build.find_cached(recipe)
+        library.find_cached(recipe)
 
 
 @needs_compiler
 def test_a_folder_that_others_can_write_is_refused(cache, recipe):
     build.build(recipe=recipe)
     (cache / "native").chmod(0o770)
-    for attempt in (build.find_cached, lambda r: build.build(recipe=r)):
+    for attempt in (library.find_cached, lambda r: build.build(recipe=r)):
         with pytest.raises(NativeBuildError, match="can be written by others"):
             attempt(recipe)
     (cache / "native").chmod(0o755)
-    assert build.find_cached(recipe) and mode_of(cache / "native") == 0o700
+    assert library.find_cached(recipe) and mode_of(cache / "native") == 0o700
 
 
 def test_a_parent_that_everybody_can_write_is_refused(cache, recipe):
@@ -156,7 +157,7 @@ def test_a_parent_that_everybody_can_write_is_refused(cache, recipe):
     with pytest.raises(NativeBuildError, match="everybody can write"):
         build.build(recipe=recipe)
     cache.parent.chmod(0o1777)  # sticky, like /tmp: others cannot replace what is ours
-    if build.find_compiler() is not None:
+    if toolchain.find_compiler() is not None:
         build.build(recipe=recipe)
 
 
@@ -170,13 +171,13 @@ def test_a_link_in_place_of_the_folder_is_refused(cache, recipe, tmp_path):
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("AAH_HF_CACHE", str(tmp_path / "mine"))
-    assert build.cache_folder() == tmp_path / "mine"
+    assert library.cache_folder() == tmp_path / "mine"
     monkeypatch.delenv("AAH_HF_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert build.cache_folder() == tmp_path / "xdg" / "aah_hf"
+    assert library.cache_folder() == tmp_path / "xdg" / "aah_hf"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification says: ignore it
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert build.cache_folder() == tmp_path / ".cache" / "aah_hf"
+    assert library.cache_folder() == tmp_path / ".cache" / "aah_hf"
 
 
 @needs_compiler
@@ -187,7 +188,7 @@ def test_a_compiler_error_is_shown_whole_with_one_line_of_advice(cache, recipe):
     text = str(caught.value)
     assert text.count("this_is_missing") >= 3 and "-O0" in text
     assert len([line for line in text.splitlines() if line.startswith("Advice: ")]) == 1
-    assert build.find_cached(recipe) is None
+    assert library.find_cached(recipe) is None
     assert [p.suffix for p in (cache / "native").iterdir()] == [".lock"]
 
 
@@ -209,8 +210,8 @@ def test_no_compiler(cache, recipe, monkeypatch):
 
 
 def test_without_a_compiler_the_operator_says_so_once_and_is_absent(cache, recipe, monkeypatch, caplog):
-    monkeypatch.setattr(build, "default_recipe", lambda: recipe)
-    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    monkeypatch.setattr(recipes, "default_recipe", lambda: recipe)
+    monkeypatch.setattr(toolchain, "find_compiler", lambda: None)
     monkeypatch.setattr(native, "_status", None)
     monkeypatch.setattr(native, "WHEEL_FOLDER", cache / "no wheel")
     monkeypatch.setenv("AAH_HF_NATIVE", "1")
@@ -233,10 +234,10 @@ def test_switched_off(monkeypatch, cache):
 
 @needs_compiler
 def test_first_use_builds_with_a_visible_note(cache, recipe, monkeypatch, caplog):
-    monkeypatch.setattr(build, "default_recipe", lambda: recipe)
+    monkeypatch.setattr(recipes, "default_recipe", lambda: recipe)
     monkeypatch.setattr(native, "_status", None)
     monkeypatch.setattr(native, "WHEEL_FOLDER", cache / "no wheel")
-    monkeypatch.setattr(native, "_open", lambda library: "some isa")
+    monkeypatch.setattr(native, "_open", lambda path: {"isa": "some isa", "cuda": None})
     monkeypatch.delenv("AAH_HF_NATIVE", raising=False)
     assert "not built yet" in native.status().reason  # asking does not build
     with caplog.at_level("WARNING", "aah_hf"):
@@ -249,11 +250,11 @@ def test_first_use_builds_with_a_visible_note(cache, recipe, monkeypatch, caplog
 @needs_compiler
 def test_wheel_library_comes_first_unless_it_is_of_other_sources(cache, recipe, monkeypatch, tmp_path):
     wheel = tmp_path / "_lib"
-    assert build.build(recipe=recipe, out=wheel) == wheel / build.LIBRARY
-    assert sorted(p.name for p in wheel.iterdir()) == sorted([build.LIBRARY, build.MANIFEST])
-    monkeypatch.setattr(build, "default_recipe", lambda: recipe)
+    assert build.build(recipe=recipe, out=wheel) == wheel / library.LIBRARY
+    assert sorted(p.name for p in wheel.iterdir()) == sorted([library.LIBRARY, library.MANIFEST])
+    monkeypatch.setattr(recipes, "default_recipe", lambda: recipe)
     monkeypatch.setattr(native, "WHEEL_FOLDER", wheel)
-    monkeypatch.setattr(native, "_open", lambda library: "some isa")
+    monkeypatch.setattr(native, "_open", lambda path: {"isa": "some isa", "cuda": None})
     monkeypatch.setattr(native, "_status", None)
     assert native.status().source == "wheel"
     (recipe.root / "include" / "answer.h").write_text("#define ANSWER 43\n")
@@ -276,7 +277,7 @@ def test_two_builders_at_once_compile_once(cache, recipe):
         t.join()
     assert len(set(results)) == 1 and len(results) == 3
     assert len([label for label in steps if label.startswith("compiling")]) == 1
-    build.verify(results[0])
+    library.verify(results[0])
 
 
 def slow_compiler(recipe: Recipe) -> None:
@@ -296,8 +297,8 @@ def test_an_interrupted_build_leaves_nothing_that_counts(cache, recipe, how):
         "import sys, types; from pathlib import Path\n"
         "for name, folder in (('aah_hf', '.'), ('aah_hf.ops', 'ops')):\n"  # build.py alone, without importing torch
         "    sys.modules[name] = types.ModuleType(name)\n"
-        f"    sys.modules[name].__path__ = [str(Path({str(build.CSRC.parent)!r}) / folder)]\n"
-        "from aah_hf.ops.build import *\n"
+        f"    sys.modules[name].__path__ = [str(Path({str(recipes.CSRC.parent)!r}) / folder)]\n"
+        "from aah_hf.ops.build import *\nfrom aah_hf.ops.recipes import *\n"
         f"build(recipe=Recipe(Path({str(recipe.root)!r}), (Unit('cpu/a.cpp'),), {recipe.flags!r}), "
         "progress=lambda *step: print(step, flush=True))\n"
     )
@@ -307,19 +308,19 @@ def test_an_interrupted_build_leaves_nothing_that_counts(cache, recipe, how):
     process.send_signal(how)
     process.communicate()
     assert process.returncode != 0
-    assert build.find_cached(recipe) is None
+    assert library.find_cached(recipe) is None
     left = [p for p in (cache / "native").iterdir() if p.suffix != ".lock"]
     assert bool(left) == (how == signal.SIGKILL)
-    build.verify(build.build(recipe=recipe))  # the lock is free
+    library.verify(build.build(recipe=recipe))  # the lock is free
     assert not [p for p in (cache / "native").iterdir() if p.name.startswith(".")]  # and leftovers are swept
 
 
 def test_a_record_that_is_not_one_is_no_record(tmp_path):
-    (tmp_path / build.LIBRARY).write_bytes(b"x")
+    (tmp_path / library.LIBRARY).write_bytes(b"x")
     for content in ("", "[]", json.dumps({"sha256": 3}), "{"):
-        (tmp_path / build.MANIFEST).write_text(content)
+        (tmp_path / library.MANIFEST).write_text(content)
         with pytest.raises(NativeBuildError, match="no record"):
-            build.verify(tmp_path / build.LIBRARY)
+            library.verify(tmp_path / library.LIBRARY)
 
 
 def test_jobs_must_be_a_number(monkeypatch):
@@ -329,9 +330,9 @@ def test_jobs_must_be_a_number(monkeypatch):
 
 
 def test_fingerprint_knows_every_source_of_the_operator():
-    sources = {p.relative_to(build.CSRC).parts[0] for p in build.CSRC.rglob("*.cpp")}
+    sources = {p.relative_to(recipes.CSRC).parts[0] for p in recipes.CSRC.rglob("*.cpp")}
     assert {"cpu", "torch"} <= sources
-    recipe = build.default_recipe()
+    recipe = recipes.default_recipe()
     for unit in recipe.units:
-        assert (build.CSRC / unit.source).is_file()
-    assert recipe.fingerprint() == build.default_recipe().fingerprint()
+        assert (recipes.CSRC / unit.source).is_file()
+    assert recipe.fingerprint() == recipes.default_recipe().fingerprint()

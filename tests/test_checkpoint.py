@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import LAYERS, mixed_plan, random_ids, tiny_model
+from conftest import FAMILIES, LAYERS, mixed_plan, random_ids, tiny_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import aah_hf
@@ -91,6 +91,44 @@ def test_every_family_reloads_bit_for_bit(family_model, tmp_path):
     assert list(again.state_dict()) == list(family_model.state_dict())
 
 
+def test_every_family_reloads_bit_for_bit_in_a_new_process(tmp_path):
+    ids, want = random_ids(1, 40), {}
+    for name, model_type, overrides in FAMILIES:
+        model = patch_model(tiny_model(model_type, **overrides), config=mixed_plan())
+        model.save_pretrained(tmp_path / name)
+        want[name] = logits(model, ids)
+    code = (
+        "import sys, json, torch, aah_hf\n"
+        "from safetensors.torch import save_file\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "torch.set_num_threads(1)\n"
+        "folder, ids, *names = sys.argv[1:]\n"
+        "ids = torch.tensor(json.loads(ids))\n"
+        "models = {n: AutoModelForCausalLM.from_pretrained(f'{folder}/{n}') for n in names}\n"
+        "assert all(aah_hf.is_patched(m) for m in models.values())\n"
+        "save_file({n: m(ids).logits.detach() for n, m in models.items()}, f'{folder}/out.safetensors')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), json.dumps(ids.tolist()), *want], check=True)
+    from safetensors.torch import load_file
+
+    got = load_file(tmp_path / "out.safetensors")
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+
+
+@pytest.mark.parametrize("row", FAMILIES, ids=[row[0] for row in FAMILIES])
+def test_a_loaded_model_of_every_family_can_be_unpatched(row, tmp_path):
+    """gemma2 and gpt_oss have no SDPA: they return to eager attention."""
+    model, ids = tiny_model(row[1], **row[2]), random_ids(1, 40)
+    base, implementation = logits(model, ids), model.config._attn_implementation
+    patch_model(model, config=mixed_plan()).save_pretrained(tmp_path)
+    loaded = unpatch_model(AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert loaded.config._attn_implementation == implementation
+    assert torch.equal(logits(loaded, ids), base)
+    assert f'attn_implementation="{implementation}"' in (tmp_path / "README.md").read_text()
+    dormant = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=implementation)
+    assert torch.equal(logits(dormant, ids), base)
+
+
 def test_sharded_device_map_and_dtype_loads(saved, tmp_path_factory):
     directory, _, patched, ids = saved
     model = AutoModelForCausalLM.from_pretrained(directory)
@@ -133,12 +171,6 @@ def test_an_explicit_sdpa_stays_through_saving(saved, tmp_path_factory):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(other), ids), base)
 
 
-def test_a_loaded_model_can_be_unpatched(saved):
-    directory, base, _, ids = saved
-    model = unpatch_model(AutoModelForCausalLM.from_pretrained(directory))
-    assert torch.equal(logits(model, ids), base)
-
-
 def test_headless_models_get_their_windows_too(saved):
     directory, _, _, ids = saved
     model = AutoModel.from_pretrained(directory)
@@ -173,6 +205,11 @@ def test_a_lost_key_is_restored_with_a_warning(saved, monkeypatch):
         (lambda c: c.update(aah=[1, 2]), "JSON object"),
         (lambda c: c.update(aah="x" * 100), "JSON object"),
         (lambda c: c.pop("aah"), "holds no plan"),
+        (lambda c: c.update(attn_implementation=5), "`attn_implementation` in config.json is 5"),
+        (lambda c: c.update(attn_implementation=True), "is True"),
+        (lambda c: c.update(attn_implementation=["aah"]), r"is \['aah'\]"),
+        (lambda c: c.update(attn_implementation={"": "aah"}), "edited by hand"),
+        (lambda c: c.update(attn_implementation=""), "is ''; expected 'aah'"),
         (lambda c: c.update(num_hidden_layers=LAYERS + 1), "belongs to another model"),
     ],
 )

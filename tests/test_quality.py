@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import aah_hf
 from aah_hf import AAHError, CalibrationConfig
 from aah_hf.calibration import Budget, calibrate_and_check
-from aah_hf.evaluation import Limits, Quality, compare, concerns, last_logits
+from aah_hf.evaluation import Limits, Quality, compare, concerns, evaluate, last_logits
 from aah_hf.evaluation.quality import bootstrap_interval, first_scored
 
 VOCAB, LENGTH = 23, 300  # more positions than are scored at one time
@@ -27,6 +27,16 @@ def tables(count: int, seed: int) -> torch.Tensor:
 
 def looked_up(sequences, logits):
     return lambda ids: logits[[torch.equal(ids[0], s) for s in sequences].index(True)][None]
+
+
+def test_a_plan_of_full_windows_equals_the_full_attention_that_it_is_compared_with(family_model):
+    sequences = list(random_ids(2, 64))
+    kl = []
+    for window in (None, 3):
+        aah_hf.patch_model(family_model, config=aah_hf.AAHConfig.uniform(family_model, window, sink_tokens=0))
+        kl.append(evaluate(family_model, sequences).text.kl)
+        assert family_model.config._attn_implementation == "aah"
+    assert abs(kl[0]) < 1e-7 and kl[1] > 1e-3  # float32 rounding
 
 
 @pytest.fixture

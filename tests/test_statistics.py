@@ -9,18 +9,25 @@ import threading
 import numpy as np
 import pytest
 import torch
-from conftest import mixed_plan, random_ids, tiny_model
+from conftest import FAMILIES, HEADS, mixed_plan, random_ids, tiny_model
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 import aah_hf
 from aah_hf import Budget, CalibrationConfig, CalibrationError, calibrate
 from aah_hf.calibration import output_error_curves
-from aah_hf.calibration.statistics import output_factors, window_errors
+from aah_hf.calibration.rings import window_errors
+from aah_hf.calibration.statistics import output_factors
 from aah_hf.ops.reference import attention
 
 CANDIDATES = (1, 3, 16, 40, 100, None)
+TAPS = {  # model type: (where the residual stream after attention comes by, the norm of the attention output)
+    "olmo2": ("mlp", "post_attention_layernorm"),
+    "olmo3": ("mlp", "post_attention_layernorm"),
+    "glm4": ("post_attention_layernorm", "post_self_attn_layernorm"),
+    "gemma2": ("pre_feedforward_layernorm", "post_attention_layernorm"),
+    "gemma3_text": ("pre_feedforward_layernorm", "post_attention_layernorm"),
+}
 LENGTH = 150  # neither a multiple of the block of queries nor shorter than two of them
 
 
@@ -29,39 +36,68 @@ def captured(model, ids: torch.Tensor) -> list[dict]:
     layers: list[dict] = []
 
     def capture(module, query, key, value, attention_mask, **kwargs):
-        limit = kwargs.get("sliding_window")
-        layers.append({"q": query, "k": key, "v": value, "scale": kwargs["scaling"], "limit": limit, "module": module})
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        rules = {
+            "scale": kwargs["scaling"],
+            "limit": kwargs.get("sliding_window"),
+            "softcap": kwargs.get("softcap"),
+            "sink_logits": kwargs.get("s_aux"),
+        }
+        layers.append({"q": query, "k": key, "v": value, "rules": rules, "module": module})
+        out, _ = attention(query, key, value, [len(ids)] * query.shape[1], **rules)
+        return out.to(query.dtype).transpose(1, 2), None
 
     AttentionInterface.register("test_capture", capture)
     AttentionMaskInterface.register("test_capture", sdpa_mask)
+    stock = model.config._attn_implementation
     model.set_attn_implementation("test_capture")
-    handles = [
-        layer.post_attention_layernorm.register_forward_pre_hook(lambda _m, args: layers[-1].update(x=args[0][0]))
-        for layer in model.model.layers
-    ]
+    handles = residual_taps(model, layers)
     with torch.no_grad():
         model(input_ids=ids[None])
     for handle in handles:
         handle.remove()
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(stock)
     return layers
+
+
+def residual_taps(model, layers: list[dict]) -> list:
+    """Hooks that add to the last of `layers`: the residual x after attention, and the factor of a norm before it."""
+    tap, norm_name = TAPS.get(model.config.model_type, ("post_attention_layernorm", None))
+    handles = []
+    for layer in model.model.layers:
+        get = layer.get_submodule
+        handles.append(get(tap).register_forward_pre_hook(lambda _m, args: layers[-1].update(x=args[0][0])))
+        if norm_name is not None:
+            handles.append(
+                get(norm_name).register_forward_pre_hook(lambda m, args: layers[-1].update(norm=(m, args[0])))
+            )
+    return handles
+
+
+def through_norm(layer: dict) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """W_o [heads, head_dim, hidden] with the weights of the norm behind it, and 1 / rms² of each token."""
+    heads, dim = layer["q"].shape[1], layer["q"].shape[-1]
+    weight = layer["module"].o_proj.weight.detach().double().T.reshape(heads, dim, -1)
+    if "norm" not in layer:
+        return weight, 1.0
+    norm, y = layer["norm"]
+    gain = norm.weight.detach().double() + ("Gemma" in type(norm).__name__)
+    epsilon = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    return weight * gain, 1 / (y[0].double().square().mean(-1) + epsilon)
 
 
 def curves_one_by_one(model, ids: torch.Tensor, sink_tokens: int, candidates=CANDIDATES) -> np.ndarray:
     """[layers, heads, candidates]: every window is run separately, errors go through o_proj's weight."""
     result = []
     for layer in captured(model, ids):
-        heads, dim = layer["q"].shape[1], layer["q"].shape[-1]
-        arguments = {"scale": layer["scale"], "limit": layer["limit"]}
-        weight = layer["module"].o_proj.weight.double().T.reshape(heads, dim, -1)
+        heads, arguments = layer["q"].shape[1], layer["rules"]
+        weight, factor = through_norm(layer)
         full, _ = attention(layer["q"], layer["k"], layer["v"], [len(ids)] * heads, **arguments)
         per_window = []
         for window in candidates:
             out, _ = attention(
                 layer["q"], layer["k"], layer["v"], [window or len(ids)] * heads, sink_tokens, **arguments
             )
-            error = ((out - full)[0] @ weight).square().sum(-1) / layer["x"].double().square().sum(-1)
+            error = ((out - full)[0] @ weight).square().sum(-1) * factor / layer["x"].double().square().sum(-1)
             per_window.append(error.sum(-1))
         result.append(torch.stack(per_window, -1))
     return torch.stack(result).detach().numpy()
@@ -70,26 +106,49 @@ def curves_one_by_one(model, ids: torch.Tensor, sink_tokens: int, candidates=CAN
 @pytest.mark.parametrize("sink_tokens", [0, 3, 70])
 @pytest.mark.parametrize(
     ("model_type", "overrides"),
-    [
-        ("llama", {}),
-        ("llama", {"attention_bias": True, "num_key_value_heads": 4}),
-        ("qwen3", {}),
-        ("mistral", {"sliding_window": 20}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1}),
-    ],
+    [row[1:] for row in FAMILIES] + [("llama", {"attention_bias": True, "num_key_value_heads": 4})],
+    ids=[row[0] for row in FAMILIES] + ["llama-biased"],
 )
 def test_one_pass_equals_running_every_window_by_itself(model_type, overrides, sink_tokens):
-    model = tiny_model(model_type, **overrides)
-    with torch.no_grad():  # random models hardly attend to anything: sharpen them
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight *= 30
-            layer.self_attn.o_proj.weight += 0.3 * torch.randn_like(layer.self_attn.o_proj.weight)
+    model = tiny_model(model_type, **overrides | ({"attn_logit_softcapping": 2.0} if model_type == "gemma2" else {}))
+    sharpen(model)
     ids = random_ids(1, LENGTH)[0]
     curves = output_error_curves(model, [ids], CANDIDATES, sink_tokens=sink_tokens)
     expected = curves_one_by_one(model, ids, sink_tokens)
     np.testing.assert_allclose(curves.errors, expected, rtol=2e-4, atol=1e-9)
     assert expected[..., 0].min() > 1e-3 or sink_tokens  # the comparison is not between zeros
     assert curves.tokens == LENGTH and curves.candidates == CANDIDATES
+
+
+def sharpen(model) -> None:
+    """Random models hardly attend to anything, and their norms and sink logits are all alike."""
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight *= 30
+            layer.self_attn.o_proj.weight += 0.3 * torch.randn(layer.self_attn.o_proj.weight.shape, generator=draw)
+            for name, p in layer.named_parameters():
+                if "layernorm" in name or name.endswith("sinks"):
+                    p += 0.5 * torch.randn(p.shape, generator=draw)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "olmo2", "glm4"])
+def test_behind_a_norm_the_error_is_what_moves_the_residual_stream(model_type):
+    """Against running the layer's own norm over the changed attention output, one head at a time."""
+    model, ids, window = tiny_model(model_type), random_ids(1, LENGTH)[0], 100
+    sharpen(model)
+    measured = output_error_curves(model, [ids], (window, None), sink_tokens=0).errors[..., 0]
+    for index, layer in enumerate(captured(model, ids)):
+        norm, y = layer["norm"]
+        weight = layer["module"].o_proj.weight.detach().double().T.reshape(HEADS, -1, y.shape[-1])
+        full, _ = attention(layer["q"], layer["k"], layer["v"], [LENGTH] * HEADS, **layer["rules"])
+        out, _ = attention(layer["q"], layer["k"], layer["v"], [window] * HEADS, **layer["rules"])
+        for head in range(HEADS):
+            with torch.no_grad():
+                moved = norm(y[0] + ((out - full)[0, head] @ weight[head]).float()) - norm(y[0])
+            true = float((moved.double().square().sum(-1) / layer["x"].double().square().sum(-1)).sum())
+            if measured[index, head] > 0:  # not where the layer's own window is shorter
+                assert 0.5 < true / measured[index, head] < 1.5
 
 
 @pytest.mark.parametrize("limit", [None, 33])
@@ -195,13 +254,12 @@ def assert_same_state(before: dict, after: dict) -> None:
             assert value == after[key], key
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "glm4", "gemma2", "gpt_oss"])
 def test_under_a_plan_errors_are_against_the_full_models_heads(model_type):
-    model, ids, plan = tiny_model(model_type), random_ids(1, LENGTH)[0], mixed_plan()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.q_proj.weight *= 30
-            layer.self_attn.o_proj.weight *= 30
+    overrides = {"gemma2": {"attn_logit_softcapping": 2.0, "layer_types": ["full_attention"] * 3}}
+    overrides["gpt_oss"] = {"layer_types": ["full_attention"] * 3, "num_local_experts": 4}
+    model, ids, plan = tiny_model(model_type, **overrides.get(model_type, {})), random_ids(1, LENGTH)[0], mixed_plan()
+    sharpen(model)
     teacher = captured(model, ids)
     curves = output_error_curves(model, [ids], CANDIDATES, plan=plan.windows, sink_tokens=plan.sink_tokens)
 
@@ -209,33 +267,29 @@ def test_under_a_plan_errors_are_against_the_full_models_heads(model_type):
     student: list[dict] = []
 
     def windowed(module, query, key, value, attention_mask, **kwargs):
-        student.append({"q": query, "k": key, "v": value, "scale": kwargs["scaling"], "module": module})
+        rules = {"scale": kwargs["scaling"], "softcap": kwargs.get("softcap"), "sink_logits": kwargs.get("s_aux")}
+        student.append({"q": query, "k": key, "v": value, "rules": rules, "module": module})
         layer = plan.windows[module.layer_idx]
         windows = [w or LENGTH for w in layer]
-        out, _ = attention(query, key, value, windows, plan.sink_tokens, scale=kwargs["scaling"])
+        out, _ = attention(query, key, value, windows, plan.sink_tokens, **rules)
         return out.float().transpose(1, 2), None
 
     AttentionInterface.register("test_student", windowed)
     AttentionMaskInterface.register("test_student", sdpa_mask)
     model.set_attn_implementation("test_student")
-    handles = [
-        layer.post_attention_layernorm.register_forward_pre_hook(lambda _m, args: student[-1].update(x=args[0][0]))
-        for layer in model.model.layers
-    ]
+    handles = residual_taps(model, student)
     with torch.no_grad():
         model(input_ids=ids[None])
     for handle in handles:
         handle.remove()
 
     for index, (full, now) in enumerate(zip(teacher, student)):
-        weight = now["module"].o_proj.weight.detach().double().T.reshape(4, 8, -1)
-        target, _ = attention(full["q"], full["k"], full["v"], [LENGTH] * 4, scale=full["scale"])
+        weight, factor = through_norm(now)
+        target, _ = attention(full["q"], full["k"], full["v"], [LENGTH] * 4, **full["rules"])
         for column, window in enumerate(CANDIDATES):
-            out, _ = attention(
-                now["q"], now["k"], now["v"], [window or LENGTH] * 4, plan.sink_tokens, scale=now["scale"]
-            )
-            error = ((out - target)[0] @ weight).square().sum(-1) / now["x"].double().square().sum(-1)
-            np.testing.assert_allclose(curves.errors[index, :, column], error.sum(-1), rtol=1e-3, atol=1e-8)
+            out, _ = attention(now["q"], now["k"], now["v"], [window or LENGTH] * 4, plan.sink_tokens, **now["rules"])
+            error = ((out - target)[0] @ weight).square().sum(-1) * factor / now["x"].double().square().sum(-1)
+            np.testing.assert_allclose(curves.errors[index, :, column], error.sum(-1).detach(), rtol=1e-3, atol=1e-8)
     assert curves.errors[0, :, -1].max() < 1e-6 < curves.errors[1, :, -1].min()  # drift that no window can undo
 
 
@@ -366,6 +420,8 @@ def test_calibrate_finds_the_head_that_looks_far_back():
         ({"recall_fraction": float("nan")}, "recall_fraction"),
         ({"budget": 0}, "0 < budget"),
         ({"seed": -1}, "seed"),
+        ({"sink_tokens": 2040}, "Lower sink_tokens"),
+        ({"sink_tokens": 4096}, "Lower sink_tokens"),
     ],
 )
 def test_settings_are_checked_when_they_are_made(settings, message):

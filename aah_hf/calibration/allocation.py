@@ -126,22 +126,21 @@ def allocate(
     shared_kv = max(1, size * kv_heads // heads)
 
     per_group = errors.reshape(layers * heads // size, size, -1).sum(axis=1)
-    if budget.kind == "causal":
-        cost = [size * pairs(seq_len, w, sink_tokens) for w in candidates]
-        full = size * pairs(seq_len, None)
-    elif budget.kind == "acr":
-        cost = [size * (seq_len if w is None else min(w, seq_len)) for w in candidates]
-        full = size * seq_len
-    elif budget.kind == "kv":
-        cost = [shared_kv * kept_keys(seq_len, w, sink_tokens) for w in candidates]
-        full = shared_kv * seq_len
-    else:
-        if key_bytes is None:
-            raise CalibrationError("a budget in bytes needs `key_bytes`, the bytes of one cached key and value.")
-        length = budget.at or seq_len
-        cost = [shared_kv * kept_keys(length, w, sink_tokens) * key_bytes for w in candidates]
-        full = shared_kv * length * key_bytes
+    if budget.kind == "kv_bytes" and key_bytes is None:
+        raise CalibrationError("a budget in bytes needs `key_bytes`, the bytes of one cached key and value.")
+    length = budget.at or seq_len
 
+    def cost_of(window: int | None) -> int:
+        if budget.kind == "causal":
+            return size * pairs(seq_len, window, sink_tokens)
+        if budget.kind == "acr":
+            return size * (seq_len if window is None else min(window, seq_len))
+        if budget.kind == "kv":
+            return shared_kv * kept_keys(seq_len, window, sink_tokens)
+        assert key_bytes is not None
+        return shared_kv * kept_keys(length, window, sink_tokens) * key_bytes
+
+    cost, full = [cost_of(w) for w in candidates], cost_of(None)
     total = full * len(per_group)
     if budget.kind == "kv_bytes":
         limit = int(budget.value)
@@ -152,13 +151,20 @@ def allocate(
     costs = np.broadcast_to(np.array(cost, dtype=np.int64), per_group.shape)
     choice = choose(per_group, costs, limit)
     if choice is None:
-        shortest, least = candidates[int(np.argmin(cost))], min(cost)
         in_bytes = budget.kind == "kv_bytes"
+
+        def of_all(cost: int) -> str:
+            return f"{cost * len(per_group)} bytes" if in_bytes else f"{cost / full:.4f}"
+
+        shortest, least = candidates[int(np.argmin(cost))], cost_of(1)
+        if least * len(per_group) > limit:
+            advice = f"or lower sink_tokens: even windows of a single key leave {of_all(least)}"
+        else:
+            advice = "or add shorter candidates"
         raise CalibrationError(
             f"a budget of {budget} cannot be met: with the shortest candidate window "
             f"({shortest or 'full attention'}) everywhere and {sink_tokens} sink tokens it is "
-            f"{f'{least * len(per_group)} bytes' if in_bytes else f'{least / full:.4f}'} at "
-            f"{budget.at or seq_len} tokens. Raise the budget, or add shorter candidates."
+            f"{of_all(min(cost))} at {length if in_bytes else seq_len} tokens. Raise the budget, {advice}."
         )
     picked = [candidates[index] for index in choice for _ in range(size)]
     longest = max(seq_len, budget.at or 0)

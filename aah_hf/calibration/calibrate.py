@@ -17,6 +17,7 @@ from ..families import attention_modules
 from ..plan import AAHConfig, element_bytes, head_counts, head_dim, text_config
 from .allocation import allocate
 from .config import CalibrationConfig
+from .paper import decide_offline, offline
 from .sensitivity import depth_weights, spread
 from .statistics import ErrorCurves, Progress, output_error_curves
 from .text import CalibrationText, prepare
@@ -89,6 +90,12 @@ def plan_from_text(
     """
     start = time.perf_counter()
     layers, heads, kv_heads = head_counts(model)
+    if config.objective == "paper":
+        rules = offline(config.regime or "shallow_freeze", seq_len=config.seq_len, seed=config.seed)
+        plan = decide_offline(
+            model, text.measure, rules, sink_tokens=config.sink_tokens, seq_len=config.seq_len, progress=progress
+        )
+        return plan.with_provenance(**config.to_dict(), **_facts(model, text, config, plan.windows, start))
 
     def observe(sequences: Sequence[Tensor], plan: Windows | None) -> ErrorCurves:
         return output_error_curves(
@@ -127,24 +134,33 @@ def plan_from_text(
     for _ in range(config.refine):
         curves = observe(spread(text.measure, max(2, 3 * len(text.measure) // 4)), windows)
         windows = choose(curves, weights)
-    reached = measure(windows, config.seq_len, kv_heads=kv_heads, sink_tokens=config.sink_tokens)
     index = {w: i for i, w in enumerate(curves.candidates)}
     error = sum(curves.errors[layer, head, index[w]] for layer, row in enumerate(windows) for head, w in enumerate(row))
     provenance = {
         **config.to_dict(),
+        "depth_weights": [round(float(weight), 4) for weight in weights],
+        "relative_error": float(error / curves.tokens),
+        **_facts(model, text, config, windows, start),
+    }
+    return AAHConfig(windows=windows, sink_tokens=config.sink_tokens, provenance=provenance)
+
+
+def _facts(
+    model: PreTrainedModel, text: CalibrationText, config: CalibrationConfig, windows: Windows, start: float
+) -> dict[str, Any]:
+    """What every plan's provenance says of the data, the model and the versions."""
+    reached = measure(windows, config.seq_len, kv_heads=head_counts(model)[2], sink_tokens=config.sink_tokens)
+    return {
         "num_sequences": len(text.measure),
         "recall_sequences": text.recall_count,
         "tokens": text.tokens,
         "data_sha256": text.sha256,
         "coverage": {"acr": reached.acr, "causal": reached.causal, "kv": reached.kv},
-        "depth_weights": [round(float(weight), 4) for weight in weights],
-        "relative_error": float(error / curves.tokens),
         "model_class": type(model).__name__,
         "model_type": text_config(model).model_type,
         "versions": {"aah_hf": _own_version(), "torch": torch.__version__, "transformers": transformers.__version__},
         "seconds": round(time.perf_counter() - start, 3),
     }
-    return AAHConfig(windows=windows, sink_tokens=config.sink_tokens, provenance=provenance)
 
 
 def _vocab_size(model: PreTrainedModel) -> int | None:

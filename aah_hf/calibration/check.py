@@ -40,9 +40,14 @@ def calibrate_and_check(
     quality = check(model, plan, text, progress=progress)
     found = concerns(quality)
     if found:
+        remedy = (
+            "The paper's untrained controller does not know this model: train it with "
+            "`aah_hf.training.retrofit`, or use objective='output_error', which measures what windows cost."
+            if config.objective == "paper"
+            else f"Raise the budget (now {config.budget}), or calibrate on more text of the kind the model will see."
+        )
         warnings.warn(
-            f"the calibrated plan is poor on held-out text: {'; '.join(found)}. Raise the budget "
-            f"(now {config.budget}), or calibrate on more text of the kind the model will see.",
+            f"the calibrated plan is poor on held-out text: {'; '.join(found)}. {remedy}",
             stacklevel=3,
         )
     figures = {

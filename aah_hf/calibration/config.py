@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..errors import CalibrationError
 from .allocation import GRANULARITIES, Budget, check_granularity
+from .regimes import REGIMES, RegimeConfig
 
-OBJECTIVES = ("output_error",)
+OBJECTIVES = ("output_error", "paper")
 COARSE = (128, 256, 512, 1024)
 FINE = (32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1792)
 CANDIDATE_NAMES = {"coarse": COARSE, "fine": FINE}
@@ -31,7 +32,10 @@ class CalibrationConfig:
             ascending integers. Both names go on by doubling where `seq_len` is longer; full attention is
             always a candidate too, and candidates of at least `seq_len` mean just that.
         granularity: what shares one window: "kv_head" (what lets a cache shrink), "head" or "layer".
-        objective: "output_error" of method.md §8.
+        objective: "output_error" of method.md §8, or "paper": the paper's own controller (method.md §3-6), which
+            has no budget; `budget`, `candidates`, `granularity` and `refine` then stay at their defaults.
+        regime: for objective "paper", a name of `aah_hf.calibration.REGIMES` (default "shallow_freeze") or a
+            `RegimeConfig`; a name takes the paper's four candidates at `seq_len`, see `paper.offline`.
         refine: how often to measure again with the plan in force and choose anew, with errors weighted by
             what they do to the predictions (default 1; 0 takes a third of the time and costs quality).
         seq_len: tokens of a calibration sequence (default 2048). Windows are chosen for this length.
@@ -59,12 +63,14 @@ class CalibrationConfig:
     recall_fraction: float = 0.75
     holdout_sequences: int = 1
     seed: int = 0
+    regime: str | RegimeConfig | None = None
 
     def __post_init__(self) -> None:
         budget = Budget.of(self.budget)
         object.__setattr__(self, "budget", budget)
         _choice("granularity", self.granularity, GRANULARITIES)
         _choice("objective", self.objective, OBJECTIVES)
+        self._check_regime()
         check_granularity(budget, self.granularity)
         _integer("seq_len", self.seq_len, 2, MAX_SEQ_LEN)
         _integer("num_sequences", self.num_sequences, 1, MAX_SEQUENCES)
@@ -79,12 +85,37 @@ class CalibrationConfig:
             _choice("candidates", self.candidates, tuple(CANDIDATE_NAMES))
         else:
             object.__setattr__(self, "candidates", _windows(self.candidates))
-        if len(self.windows()) == 1:
+        if self.objective != "paper" and len(self.windows()) == 1:
             raise CalibrationError(
                 f"no candidate window is shorter than seq_len={self.seq_len} (candidates: {self.candidates!r}), so "
                 "there is nothing to choose. Pass shorter candidates, such as "
                 f"candidates=({max(1, self.seq_len // 4)}, {max(1, self.seq_len // 2)}), or a longer seq_len."
             )
+        shortest = self.windows()[0]
+        if shortest is not None and shortest + self.sink_tokens >= self.seq_len:
+            raise CalibrationError(
+                f"{self.sink_tokens} sink tokens and a window of {shortest} cover all of seq_len={self.seq_len}, so no "
+                "candidate hides anything. Lower sink_tokens (default 4), or use a longer seq_len."
+            )
+
+    def _check_regime(self) -> None:
+        if self.objective != "paper":
+            if self.regime is not None:
+                raise CalibrationError(
+                    f"regime {self.regime!r:.60} belongs to objective='paper', and the objective is {self.objective!r}."
+                )
+            return
+        if self.regime is None:
+            object.__setattr__(self, "regime", "shallow_freeze")
+        if not isinstance(self.regime, RegimeConfig):
+            _choice("regime", self.regime, REGIMES)
+        defaults = {f.name: f.default for f in fields(self)} | {"budget": Budget.kv(0.5)}
+        for name in ("budget", "candidates", "granularity", "refine"):
+            if getattr(self, name) != defaults[name]:
+                raise CalibrationError(
+                    f"{name} has no effect with objective='paper', whose controller decides without a budget. Leave it "
+                    "out; candidate windows are set with regime=regime(name, candidate_windows=...)."
+                )
 
     @classmethod
     def of(cls, value: CalibrationConfig | None) -> CalibrationConfig:
@@ -114,6 +145,9 @@ class CalibrationConfig:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON, for a plan's provenance."""
         budget = Budget.of(self.budget)
+        if self.objective == "paper":  # the regime itself is recorded by whoever runs it
+            shared = ("objective", "seq_len", "sink_tokens", "recall_fraction", "holdout_sequences", "seed")
+            return {name: getattr(self, name) for name in shared}
         return {
             "objective": self.objective,
             "budget": {"kind": budget.kind, "value": budget.value} | ({"at": budget.at} if budget.at else {}),

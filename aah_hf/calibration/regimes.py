@@ -13,8 +13,10 @@ Between decisions nothing is measured and nothing is decided. Grouping and choic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,13 +68,25 @@ class RegimeConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "candidate_windows", tuple(self.candidate_windows))
+        try:
+            object.__setattr__(self, "candidate_windows", tuple(self.candidate_windows))
+            self._check()
+        except TypeError as error:  # a number that is none, as in a file that somebody edited
+            raise CalibrationError(f"a setting of regime {self.name!r} is of the wrong type: {error}.") from error
+
+    def _check(self) -> None:
         candidates = self.candidate_windows
-        if not candidates or candidates[0] < 1 or any(a >= b for a, b in pairwise(candidates)):
+        if not candidates or any(not isinstance(w, int) or isinstance(w, bool) for w in candidates):
+            raise CalibrationError(f"candidate_windows must be integers, got {candidates}.")
+        if candidates[0] < 1 or any(a >= b for a, b in pairwise(candidates)):
             raise CalibrationError(f"candidate_windows must be ascending and positive, got {candidates}.")
         for value, allowed, what in ((self.groups, GROUP_RULES, "groups"), (self.windows, WINDOW_RULES, "windows")):
             if value not in allowed:
                 raise CalibrationError(f"{what} {value!r} is unknown; choose one of {', '.join(allowed)}.")
+        for what in ("control_interval", "warmup_steps", "seed", "fixed_window"):
+            value = getattr(self, what)
+            if not isinstance(value, int) and not (what == "fixed_window" and value is None):
+                raise CalibrationError(f"{what} is {value!r}; expected an integer.")
         if self.windows == "controller" and self.groups == "none":
             raise CalibrationError('windows="controller" scores groups: choose another groups than "none".')
         if (self.windows == "fixed") != (self.fixed_window is not None) or (self.fixed_window or 1) < 1:
@@ -90,8 +104,44 @@ class RegimeConfig:
                 "least 0."
             )
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON, for provenance and for controller files."""
+        return {**asdict(self), "candidate_windows": list(self.candidate_windows)}
 
-_PRESETS: dict[str, dict] = {
+    @classmethod
+    def from_dict(cls, data: Any) -> RegimeConfig:
+        """Read the form of `to_dict`.
+
+        Raises:
+            CalibrationError: not of that form, or a setting out of range.
+        """
+        if not isinstance(data, Mapping) or not isinstance(data.get("grouping", {}), Mapping):
+            raise CalibrationError(f"a regime must be a JSON object with an object `grouping`, not {data!r:.80}.")
+        known = {f.name for f in fields(cls)}, {f.name for f in fields(GroupingConfig)}
+        settings, inner = dict(data), dict(data.get("grouping", {}))
+        if unknown := sorted(map(str, (settings.keys() - known[0]) | (inner.keys() - known[1]))):
+            raise CalibrationError(f"{', '.join(unknown)}: no such setting of a regime.")
+        try:
+            settings["grouping"] = GroupingConfig(**inner)
+        except TypeError as error:
+            raise CalibrationError(f"a threshold of the grouping is of the wrong type: {error}.") from error
+        return cls(**settings)
+
+
+def paper_windows(seq_len: int) -> tuple[int, ...]:
+    """The paper's four candidates at another length: an eighth, a quarter, half and all of the sequence.
+
+    At the paper's 4096 tokens these are its 512, 1024, 2048 and 4096.
+
+    Raises:
+        CalibrationError: fewer than 8 tokens.
+    """
+    if seq_len < 8:
+        raise CalibrationError(f"seq_len is {seq_len}; the paper's four candidate windows need at least 8 tokens.")
+    return seq_len // 8, seq_len // 4, seq_len // 2, seq_len
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
     "full_attention": {"groups": "none", "windows": "full"},
     "grouping_off": {"groups": "heads", "joint_siblings": False},
     "full_adaptive": {"groups": "renew"},
@@ -114,19 +164,38 @@ REGIMES = tuple(_PRESETS)
 """Names of the regimes and controls."""
 
 
-def regime(name: str, **changes) -> RegimeConfig:
+def regime(name: str, *, seq_len: int | None = None, **changes: Any) -> RegimeConfig:
     """The preset `name` of `REGIMES`, with fields of `RegimeConfig` changed.
 
     Fields of `GroupingConfig` may be given as well: `regime("full_adaptive", max_depth=2, seed=1)`.
+
+    Args:
+        name: one of `REGIMES`.
+        seq_len: tokens; candidates become `paper_windows(seq_len)` and a fixed window a quarter of it. Default:
+            the paper's 4096.
+
+    Raises:
+        CalibrationError: an unknown name or setting, or a setting out of range; the message lists the choices.
     """
-    if name not in _PRESETS:
+    if name not in REGIMES:
         raise CalibrationError(f"regime {name!r} is unknown; choose one of {', '.join(REGIMES)}.")
-    fields = {**_PRESETS[name], **{k: v for k, v in changes.items() if k not in GroupingConfig.__dataclass_fields__}}
-    inner = {k: v for k, v in changes.items() if k in GroupingConfig.__dataclass_fields__}
-    if unknown := fields.keys() - RegimeConfig.__dataclass_fields__.keys():
-        raise CalibrationError(f"{', '.join(sorted(unknown))}: no such setting of a regime.")
-    fields["grouping"] = replace(fields.get("grouping", GroupingConfig()), **inner)
-    return RegimeConfig(name=name, **fields)
+    settings, inner = dict(_PRESETS[name]), dict(changes)
+    if seq_len is not None:
+        settings["candidate_windows"] = paper_windows(seq_len)
+        if settings.get("fixed_window") is not None:
+            settings["fixed_window"] = seq_len // 4
+    known = {f.name for f in fields(GroupingConfig)}
+    settings |= {key: inner.pop(key) for key in changes if key not in known}
+    if unknown := settings.keys() - {f.name for f in fields(RegimeConfig)}:
+        raise CalibrationError(
+            f"{', '.join(sorted(unknown))}: no such setting of a regime; there are "
+            f"{', '.join(f.name for f in (*fields(RegimeConfig), *fields(GroupingConfig)) if f.name != 'name')}."
+        )
+    try:
+        settings["grouping"] = replace(settings.get("grouping", GroupingConfig()), **inner)
+    except TypeError as error:
+        raise CalibrationError(f"a threshold of the grouping is of the wrong type: {error}.") from error
+    return RegimeConfig(name=name, **settings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,10 +315,14 @@ def advance(
             "another regime; start from LayerState.start()."
         )
     executed = smooth(state.executed, index, config.window_ema)
-    windows = tuple(config.candidate_windows[i] for i in np.rint(executed).astype(int))  # half to even
     return replace(after, index=index, executed=executed), Step(
-        windows, groups, _path(state, config, warm, deciding), decision
+        executed_windows(executed, config), groups, _path(state, config, warm, deciding), decision
     )
+
+
+def executed_windows(executed: np.ndarray, config: RegimeConfig) -> tuple[int, ...]:
+    """The windows of smoothed candidate indices [query_heads]: rounded, half to even (method.md §5)."""
+    return tuple(config.candidate_windows[i] for i in np.rint(executed).astype(int))
 
 
 def form_levels(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..attention import score_rules
 from ..errors import CalibrationError
 from ..families import attention_modules
 from ..ops import windowed_attention
@@ -29,9 +30,8 @@ _PRODUCT = "_aah_product"
 def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    for name in ("softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise CalibrationError(f"this model's attention uses `{name}`, which calibration does not know yet.")
+    if kwargs.get("position_bias") is not None:
+        raise CalibrationError("this model's attention uses `position_bias`, which calibration does not know.")
     return module.__dict__[_PRODUCT](module, query, key, value, attention_mask, kwargs), None
 
 
@@ -73,10 +73,14 @@ def products(model: nn.Module, per_layer: Sequence[Product]) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; every module's mode and the random generators come back as they were."""
     modes = [(module, module.training) for module in model.modules()]
-    device = next(model.parameters()).device
-    devices = [device] if device.type == "cuda" else []
-    # the caller's autocast would measure another model than the one that is patched
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
+    gpus = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
+        stack.enter_context(torch.no_grad())
+        for kind in kinds:  # the caller's autocast would measure another model than the one that is patched
+            stack.enter_context(torch.autocast(kind, enabled=False))
         try:
             model.eval()
             yield
@@ -101,8 +105,25 @@ def forward(model: Any, ids: Tensor) -> None:
 def full_product(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor:
-    """Stock attention."""
-    return sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0]
+    """Full attention: SDPA, or the operator where a family does something to the scores."""
+    if not score_rules(kwargs):
+        return sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0]
+    return _operator(q, k, v, [None] * q.shape[1], 0, mask, kwargs)
+
+
+def _operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    windows: Sequence[int | None],
+    sink_tokens: int,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    out = windowed_attention(
+        q, k, v, windows, sink_tokens, scale=kwargs.get("scaling"), limit=native_limit(mask), **score_rules(kwargs)
+    )
+    return out.transpose(1, 2).contiguous()
 
 
 def native_limit(mask: Tensor | None) -> int | None:
@@ -119,8 +140,7 @@ def windowed_products(windows: Sequence[Sequence[int | None]], sink_tokens: int)
         ) -> Tensor:
             if all(w is None for w in layer):
                 return full_product(module, q, k, v, mask, kwargs)
-            out = windowed_attention(q, k, v, layer, sink_tokens, scale=kwargs.get("scaling"), limit=native_limit(mask))
-            return out.transpose(1, 2).contiguous()
+            return _operator(q, k, v, layer, sink_tokens, mask, kwargs)
 
         return product
 

@@ -186,7 +186,7 @@ def _token_pieces(items: Iterable[str | list[int]], tokenizer: Any) -> Iterator[
 def _items(data: Any) -> Iterator[str | list[int]]:
     """Documents of any accepted form: text, or lists of token ids."""
     if isinstance(data, (str, os.PathLike)):
-        yield from _read(data)
+        yield from read_documents(data)
     elif isinstance(data, Mapping):
         yield from _batch(data)
     elif isinstance(data, (Tensor, np.ndarray)):
@@ -290,7 +290,7 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def _read(path: str | os.PathLike) -> Iterator[str]:
+def read_documents(path: str | os.PathLike) -> Iterator[str]:
     """Documents of a .txt (one) or .jsonl file (one a line, field `text`)."""
     path = Path(path)
     if path.suffix not in (".txt", ".jsonl"):

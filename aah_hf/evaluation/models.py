@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..coverage import Coverage, measure
 from ..errors import AAHError
+from ..families import family_of
 from ..plan import AAHConfig, coverage_of, head_counts, plan_of, text_config
 from .quality import Logits, Quality, compare, last_logits
 
@@ -95,10 +96,10 @@ def evaluate(
 
 def full_attention(model: PreTrainedModel, score_from: float = 0.5) -> Logits:
     """Logits of a model's weights with full attention, whatever it is patched with."""
-    run = last_logits(model, score_from)
+    run, stock = last_logits(model, score_from), family_of(model).stock
 
     def full(ids: Tensor) -> Tensor:
-        with implementation(model, "sdpa"):
+        with implementation(model, stock):
             return run(ids)
 
     return full

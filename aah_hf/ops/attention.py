@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OperatorError
-from . import eager, native
+from . import eager, gpu, native
 from .sequences import Sequences
 
 logger = logging.getLogger("aah_hf")
@@ -83,7 +83,7 @@ def windowed_attention(
         raise OperatorError(
             f"sequences cover [batch, length] = {tuple(sequences.valid.shape)}; expected [{q.shape[0]}, >= {total}]."
         )
-    why = _not_native(q, v, q_start, sequences, mask, dropout)
+    why = _not_native(q, k, v, q_start, sequences, mask, dropout, sink_logits)
     if why is None:
         return _native(q, k, v, windows, sink_tokens, scale, softcap, sink_logits, q_start, kv_start, sequences, limit)
     if why and not torch.compiler.is_compiling():
@@ -103,16 +103,34 @@ def windowed_attention(
 
 
 def backend(q: Tensor) -> str:
-    """Which operator plain calls with tensors like `q` run: "native" or "eager"."""
-    return "native" if q.device.type == "cpu" and native.available() and native.supports(q) is None else "eager"
+    """Which operator plain calls with tensors like `q` run, without gradients: "native" or "eager"."""
+    return "native" if _missing(q) is None and native.supports(q) is None else "eager"
+
+
+def _missing(q: Tensor) -> str | None:
+    """Why there is no native operator where `q` is: None where there is, "" where that is no news."""
+    if q.device.type == "cuda":
+        return gpu.missing(q.device.index)
+    # `aah info` says which operator runs, and a failed build has been reported
+    return None if q.device.type == "cpu" and native.available() else ""
 
 
 def _not_native(
-    q: Tensor, v: Tensor, q_start: int | Tensor, sequences: Sequences | None, mask: Tensor | None, dropout: float
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_start: int | Tensor,
+    sequences: Sequences | None,
+    mask: Tensor | None,
+    dropout: float,
+    sink_logits: Tensor | None,
+) -> str | None:
     """Why this call goes to the pure PyTorch operator: None when it does not, "" when there is no news in it."""
-    if q.device.type != "cpu" or v.shape[-1] != q.shape[-1] or not native.available():
-        return ""  # `aah info` says which operator runs, and a failed build has been reported
+    if v.shape[-1] != q.shape[-1]:
+        return ""
+    missing = _missing(q)
+    if missing is not None:
+        return missing
     if dropout:
         return "attention dropout is not part of the native operator"
     if mask is not None:
@@ -121,6 +139,9 @@ def _not_native(
         return ""
     if sequences is not None and sequences.runs is None:
         return "there is padding inside a sequence"
+    given = (q, k, v) if sink_logits is None else (q, k, v, sink_logits)
+    if q.device.type == "cuda" and torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return native.NO_GRADIENT
     return native.supports(q)
 
 
@@ -166,16 +187,7 @@ def _check(q, k, v, windows, sink_tokens, softcap, sink_logits, mask, dropout, l
     heads, kv_heads = q.shape[1], k.shape[1]
     if kv_heads == 0 or heads % kv_heads:
         raise OperatorError(f"{heads} query heads cannot share {kv_heads} KV heads evenly.")
-    if isinstance(windows, (int, str)):
-        raise OperatorError(f"windows is {windows!r}; expected one window per query head.")
-    given = windows.tolist() if isinstance(windows, Tensor) else list(windows)
-    # NumPy's integers count as integers, booleans do not
-    result = [operator.index(w) if hasattr(w, "__index__") and not isinstance(w, bool) else w for w in given]
-    if len(result) != heads:
-        raise OperatorError(f"{len(result)} windows were given for {heads} query heads; give one per head.")
-    for head, window in enumerate(result):
-        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-            raise OperatorError(f"windows[{head}] is {window!r}; expected an integer >= 1, or None for full attention.")
+    result = check_windows(windows, heads)
     if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
         raise OperatorError(f"sink_tokens is {sink_tokens!r}; expected an integer >= 0.")
     if softcap is not None and not softcap > 0:
@@ -199,4 +211,23 @@ def _check(q, k, v, windows, sink_tokens, softcap, sink_logits, mask, dropout, l
             )
         if mask.requires_grad:
             raise OperatorError("mask requires a gradient, which windowed attention does not compute; detach it.")
+    return result
+
+
+def check_windows(windows: Sequence[int | None] | Tensor, heads: int) -> list[int | None]:
+    """One window per query head, as plain integers >= 1 or None.
+
+    Raises:
+        OperatorError: another number of windows, or something that is not a window.
+    """
+    if isinstance(windows, (int, str)):
+        raise OperatorError(f"windows is {windows!r}; expected one window per query head.")
+    given = windows.tolist() if isinstance(windows, Tensor) else list(windows)
+    # NumPy's integers count as integers, booleans do not
+    result = [operator.index(w) if hasattr(w, "__index__") and not isinstance(w, bool) else w for w in given]
+    if len(result) != heads:
+        raise OperatorError(f"{len(result)} windows were given for {heads} query heads; give one per head.")
+    for head, window in enumerate(result):
+        if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+            raise OperatorError(f"windows[{head}] is {window!r}; expected an integer >= 1, or None for full attention.")
     return result

@@ -112,5 +112,9 @@ class Sequences:
         if self._arranged is None or self._arranged[0] != key:
             batch, total = self.valid.shape[0], kv_start + kv_len
             runs = [Run(run.rows, run.start, min(run.end, total)) for run in self.runs if run.start < total]
-            self._arranged = (key, arrange(runs, batch, q_len, kv_len, q_start=q_start, kv_start=kv_start))
+            device = self.valid.device
+            self._arranged = (
+                key,
+                arrange(runs, batch, q_len, kv_len, q_start=q_start, kv_start=kv_start, device=device),
+            )
         return self._arranged[1]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import html
 import os
 import re
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedModel
 
+from ..families import family_of
+from ..files import write_text
 from ..plan import AAHConfig, coverage_of
 
 MARK = "<!-- written by aah_hf;"
@@ -28,17 +29,7 @@ def write_card(model: PreTrainedModel, directory: str | os.PathLike) -> Path | N
     path = Path(directory) / "README.md"
     if path.is_file() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         return None
-    text = str(render_card(model))
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".README-", suffix=".md")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
+    return write_text(path, str(render_card(model)))
 
 
 def remove_card(directory: str | os.PathLike) -> None:
@@ -70,6 +61,7 @@ def render_card(model: PreTrainedModel) -> ModelCard:
         model_class=type(model).__name__,
         base_name=f"`{_quote(source)}`" if on_hub else "the model it was made from",
         version=__version__,
+        stock=family_of(model).stock,
         sink_tokens=plan.sink_tokens,
         layers=[
             {"index": i, "windows": ", ".join("full" if w is None else str(w) for w in windows)}

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "backward.h"
+#include "decode.h"
 #include "forward.h"
 
 namespace aah {
@@ -55,9 +56,34 @@ void store_any(const AahParams* p, const void* src, void* dst, int64_t n) {
   }
 }
 
+int64_t decode_scratch_bytes(const AahCacheParams* p) {
+  return static_cast<int64_t>(p->dtype == AAH_F64 ? DecodeScratch<double>(*p, 0).end : DecodeScratch<float>(*p, 0).end);
+}
+
+int64_t decode_partial_bytes(const AahCacheParams* p) {
+  return static_cast<int64_t>(p->dtype == AAH_F64 ? Partial<double>(*p, 0).end : Partial<float>(*p, 0).end);
+}
+
+void decode_chunk(const DecodeCall* call, int32_t chunk, char* scratch) {
+  if (call->params->dtype == AAH_F64) {
+    decode_chunk<double>(*call, chunk, scratch);
+  } else {
+    decode_chunk<float>(*call, chunk, scratch);
+  }
+}
+
+void decode_combine(const DecodeCall* call, int32_t list, char* scratch) {
+  if (call->params->dtype == AAH_F64) {
+    decode_combine<double>(*call, list, scratch);
+  } else {
+    decode_combine<float>(*call, list, scratch);
+  }
+}
+
 }  // namespace
 
-const Kernels kKernels = {AAH_ISA_NAME, queries_per_task, scratch_bytes, forward, backward, store_any};
+const Kernels kKernels = {AAH_ISA_NAME, queries_per_task, scratch_bytes, forward, backward, store_any,
+                          decode_scratch_bytes, decode_partial_bytes, decode_chunk, decode_combine};
 
 }  // namespace AAH_ISA
 }  // namespace aah

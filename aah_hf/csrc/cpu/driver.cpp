@@ -15,6 +15,7 @@
 #include <sched.h>
 #endif
 
+#include "runtime.h"
 #include "work.h"
 
 namespace aah {
@@ -45,6 +46,8 @@ const Kernels* best_kernels() {
   return aah_kernels_baseline();
 }
 
+}  // namespace
+
 const Kernels& kernels() {
   static const Kernels* chosen = best_kernels();
   return *chosen;
@@ -52,19 +55,12 @@ const Kernels& kernels() {
 
 // --- memory --------------------------------------------------------------------------------------------------
 
-struct Free {
-  void operator()(void* p) const { std::free(p); }
-};
-typedef std::unique_ptr<char, Free> Buffer;
-
-// Cache-line aligned; empty on failure.
 Buffer allocate(int64_t bytes) {
   void* p = nullptr;
   if (posix_memalign(&p, 64, static_cast<size_t>(bytes < 64 ? 64 : bytes)) != 0) p = nullptr;
   return Buffer(static_cast<char*>(p));
 }
 
-// A thread keeps its scratch between calls: fresh pages would cost a page fault per 4 KiB in every call.
 char* thread_scratch(int64_t bytes) {
   static thread_local Buffer buffer;
   static thread_local int64_t size = 0;
@@ -74,6 +70,8 @@ char* thread_scratch(int64_t bytes) {
   }
   return buffer.get();
 }
+
+namespace {
 
 // Rows of padding: zero (`out` or dq) and a log-sum-exp of the sink logit alone.
 void fill_padding(const AahParams& p, const std::vector<Sequence>& sequences, const AahTensor& rows, bool with_lse) {
@@ -334,6 +332,15 @@ extern "C" const char* aah_status_text(int status) {
       return "cu_seqlens must rise from 0 to the number of tokens, and no document may cross a batch row";
     case AAH_ERROR_MEMORY: return "out of memory";
     case AAH_ERROR_SINKS: return "sink tokens must be at least 0 and the limit at least 1";
+    case AAH_ERROR_CACHE:
+      return "the cache does not fit: offset must rise within its slots, one more number than KV heads; first must be at "
+             "least 0, one per row; past must be at least 0 and past + new tokens fit in 31 bits";
+    case AAH_ERROR_RETENTION:
+      return "a KV head has too few slots: a window of w keys needs sinks + w - 1 of them (or one per token so far), and "
+             "slots for sinks cannot be added once others are in use";
+    case AAH_ERROR_ALIGNMENT: return "rows of q, k, v and out must start at multiples of 16 bytes on a GPU";
+    case AAH_ERROR_CUDA: return "CUDA error";
+    case AAH_ERROR_DEVICE: return "the kernels need a GPU of compute capability 8.0 or newer";
   }
   return "unknown error";
 }

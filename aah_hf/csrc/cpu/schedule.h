@@ -42,6 +42,36 @@ struct Call {
   void* d_sink_partial;  // one number of the accumulator type per task
 };
 
+// Decoding. Keys that lie one behind the other, in memory and in position; `index` numbers the keys of a KeyList.
+struct KeyRun {
+  const char *k, *v;
+  int64_t k_stride, v_stride;  // bytes
+  int32_t index, count;
+};
+
+// All keys that exist for one row's KV head, by position: the cache's sinks, its ring in one or two pieces, the new
+// tokens. They are numbered without gaps: i is rank i up to `kept`, and rank i - kept + oldest from there.
+struct KeyList {
+  int32_t batch, kv_head, first;
+  int32_t kept, oldest, count;
+  int32_t chunk_begin, chunk_end;
+  int32_t run_count;
+  KeyRun runs[4];
+};
+
+// Keys begin .. end - 1 of a list: what one thread does at a time.
+struct Chunk {
+  int32_t list, begin, end;
+};
+
+struct DecodeCall {
+  const AahCacheParams* params;
+  const KeyList* lists;
+  const Chunk* chunks;
+  char* partials;  // partial_bytes per chunk: maximum, sum and output of every query of the group
+  int64_t partial_bytes;
+};
+
 // One instruction set's kernels.
 struct Kernels {
   const char* name;
@@ -51,6 +81,10 @@ struct Kernels {
   void (*backward)(const Call*, const Task*, int64_t task_index, char* scratch);
   // dst [n] of params->dtype from src of the accumulator type
   void (*store_row)(const AahParams*, const void* src, void* dst, int64_t n);
+  int64_t (*decode_scratch_bytes)(const AahCacheParams*);
+  int64_t (*decode_partial_bytes)(const AahCacheParams*);
+  void (*decode_chunk)(const DecodeCall*, int32_t chunk, char* scratch);
+  void (*decode_combine)(const DecodeCall*, int32_t list, char* scratch);
 };
 
 }  // namespace aah

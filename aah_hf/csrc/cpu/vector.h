@@ -80,7 +80,7 @@ AAH_INLINE C infinity() {
 // degree-6 minimax polynomial (2e-9) on [-1/2, 1/2]; the exponent is added as an integer.
 AAH_INLINE Vec<float>::V exp2_vec(Vec<float>::V x) {
   typedef Vec<float>::V V;
-  typedef Vec<float>::I I;
+  typedef uint32_t U __attribute__((vector_size(AAH_VECTOR_BYTES)));  // its sum may wrap: for -inf, which is replaced
   const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
   const V shifted = x + magic;
   const V f = x - (shifted - magic);
@@ -90,7 +90,7 @@ AAH_INLINE Vec<float>::V exp2_vec(Vec<float>::V x) {
   p = p * f + 2.4022646891e-1f;
   p = p * f + 6.9314720574e-1f;
   p = p * f + 1.0f;
-  const I bits = (I)p + ((I)shifted << 23);
+  const U bits = (U)p + ((U)shifted << 23);
   return x < -126.0f ? V{} : (V)bits;  // below, the integer addition would wrap; -inf lands here too
 }
 

@@ -28,6 +28,11 @@ enum AahStatus {
   AAH_ERROR_PACKING = 6,
   AAH_ERROR_MEMORY = 7,
   AAH_ERROR_SINKS = 8,
+  AAH_ERROR_CACHE = 9,
+  AAH_ERROR_RETENTION = 10,
+  AAH_ERROR_ALIGNMENT = 11,  // CUDA only, as those below
+  AAH_ERROR_CUDA = 12,       // aah_cuda_error() says what
+  AAH_ERROR_DEVICE = 13,
 };
 
 // [batch, length, heads, head_dim]; strides in elements, head_dim contiguous.
@@ -65,6 +70,31 @@ typedef struct AahParams {
   void* d_sink_logits;
 } AahParams;
 
+// Raise when AahCacheParams changes.
+#define AAH_CACHE_PARAMS_VERSION 1u
+
+// Attention over a ragged ring cache (aah_cache.h), and appending to it. Positions are absolute, counted from the
+// row's first token, padding included; row b's real tokens start at first[b].
+typedef struct AahCacheParams {
+  uint32_t version;  // AAH_CACHE_PARAMS_VERSION
+  int32_t dtype;     // AahDtype of all tensors
+  int64_t batch, q_len, slots, q_heads, kv_heads, head_dim;
+  int64_t past;           // positions before the first new token
+  const int32_t* offset;  // [kv_heads + 1]: KV head h owns the slots offset[h] .. offset[h + 1] - 1
+  const int32_t* first;   // [batch], >= 0
+  int32_t sinks;
+  AahTensor k, v;              // the new tokens
+  AahTensor k_cache, v_cache;  // [batch, slots, head_dim]: `length` is the stride of slots, `head` is unused
+
+  // Attention only. The new tokens are not in the cache yet: one may take the slot of a key that an earlier one sees.
+  int32_t limit;
+  double scale, softcap;
+  const int32_t* window;    // [q_heads]
+  const void* sink_logits;  // [q_heads] of the accumulator type, or null
+  AahTensor q, out;
+  void* lse;  // [batch, q_heads, q_len] of the accumulator type
+} AahCacheParams;
+
 // How a kernel gets its threads: run(context, workers, body, argument) calls body(argument, i) once
 // for every i < workers, in any order and on any threads, and returns when all have returned.
 typedef void (*AahBody)(void* argument, int32_t worker);
@@ -76,9 +106,12 @@ typedef struct AahThreads {
 
 #define AAH_EXPORT __attribute__((visibility("default")))
 
-// Both return an AahStatus. The instruction set is chosen at run time.
+// All return an AahStatus. The instruction set is chosen at run time.
 AAH_EXPORT int aah_cpu_fwd(const AahParams* params, const AahThreads* threads);
 AAH_EXPORT int aah_cpu_bwd(const AahParams* params, const AahThreads* threads);
+AAH_EXPORT int aah_cpu_decode(const AahCacheParams* params, const AahThreads* threads);
+// Nothing is written where the status is not AAH_OK.
+AAH_EXPORT int aah_cpu_cache_append(const AahCacheParams* params, const AahThreads* threads);
 AAH_EXPORT const char* aah_status_text(int status);
 // The instruction set in use ("avx2", ...); AAH_CPU_ISA in the environment can ask for a lesser one.
 AAH_EXPORT const char* aah_cpu_isa(void);

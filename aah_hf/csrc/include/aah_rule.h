@@ -4,7 +4,7 @@
 // Host and device code both include this file and nothing else decides visibility.
 #pragma once
 
-#include <stdint.h>
+#include "aah_int.h"
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define AAH_HD __host__ __device__ __forceinline__

@@ -16,11 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .coverage import measure
-from .errors import AAHError
-from .ops import native, windowed_attention
-from .ops.attention import backend
-from .ops.reference import visible
+from ..coverage import measure
+from ..errors import AAHError
+from ..ops import windowed_attention
+from ..ops.attention import backend
+from ..ops.reference import visible
+from .memory import peak_bytes
 
 SHAPES = {"9/3x64": (9, 3, 64), "8/2x128": (8, 2, 128)}
 MIXES: dict[str, tuple[int | None, ...]] = {
@@ -32,13 +33,18 @@ MIXES: dict[str, tuple[int | None, ...]] = {
 }
 """Windows that go round over the query heads."""
 
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+DIRECTIONS = ("forward", "backward")
 PEERS = ("sdpa_causal", "sdpa_mask", "flex", "eager", "aah")
 SINKS = 4
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the benchmark; times are median milliseconds, missing where a peer cannot do it."""
+    """One line of the benchmark; times are median milliseconds, missing where a peer cannot do it.
+
+    `spread` is (slowest - fastest) / median; `peak_mib` what one call takes at its highest, its result included.
+    """
 
     shape: str
     seq_len: int
@@ -48,6 +54,7 @@ class Row:
     coverage: float
     milliseconds: dict[str, float]
     spread: dict[str, float]
+    peak_mib: dict[str, float]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -59,6 +66,7 @@ class Row:
             "coverage": self.coverage,
             **{f"{name}_ms": value for name, value in self.milliseconds.items()},
             "spread": self.spread,
+            "peak_mib": self.peak_mib,
         }
 
 
@@ -82,8 +90,8 @@ def bench_ops(
     for name, given, known in (
         ("shape", shapes, SHAPES),
         ("windows", mixes, MIXES),
-        ("dtype", dtypes, ("float32", "float64", "bfloat16", "float16")),
-        ("direction", directions, ("forward", "backward")),
+        ("dtype", dtypes, DTYPES),
+        ("direction", directions, DIRECTIONS),
         ("peer", peers, PEERS),
     ):
         for value in given:
@@ -134,6 +142,11 @@ def _row(shape, seq_len, mix, dtype, direction, peers, repeats, device) -> Row:
         measure([windows], seq_len, kv_heads=kv_heads, sink_tokens=sinks).causal,
         {peer: statistics.median(times) for peer, times in clocks.items()},
         {peer: (max(times) - min(times)) / statistics.median(times) for peer, times in clocks.items()},
+        {
+            peer: round(peak / 2**20, 2)
+            for peer, call in calls.items()
+            if (peak := peak_bytes(call, device)) is not None
+        },
     )
 
 
@@ -145,7 +158,7 @@ def _forward(peer, q, k, v, windows, sinks) -> Callable[[], Tensor] | None:
     if peer == "eager":
         if backend(q) == "eager":
             return None  # the same as "aah"
-        from .ops import eager
+        from ..ops import eager
 
         return lambda: eager.forward(q, k, v, [min(w, length) for w in wide], eager.Options(sink_tokens=sinks))
     if peer == "sdpa_causal":
@@ -170,30 +183,3 @@ def _forward(peer, q, k, v, windows, sinks) -> Callable[[], Tensor] | None:
 def _backward(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], dout: Tensor) -> Callable[[], Any]:
     out = forward()
     return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
-
-
-def call_overhead(repeats: int = 2000) -> dict[str, float]:
-    """Microseconds of a one-query call through each layer of the native operator; empty without it.
-
-    `python` is `windowed_attention` with its checks, `entry` the native operator's own Python entry.
-    """
-    if not native.available():
-        return {}
-    q, k, v = torch.randn(1, 9, 1, 64), torch.randn(1, 3, 16, 64), torch.randn(1, 3, 16, 64)
-    windows = [8, 16, None] * 3
-    calls = {
-        "python": lambda: windowed_attention(q, k, v, windows, 4),
-        "entry": lambda: native.forward(q, k, v, windows, 4, q_start=15),
-    }
-    result = {}
-    with torch.no_grad():
-        for name, call in calls.items():
-            call()
-            times = []
-            for _ in range(15):
-                start = time.perf_counter()
-                for _ in range(max(1, repeats // 15)):
-                    call()
-                times.append(1e6 * (time.perf_counter() - start) / max(1, repeats // 15))
-            result[name] = statistics.median(times)
-    return result

@@ -1,6 +1,7 @@
 """`aah bench generate`: prefill and decode of a patched model against the same weights with full attention.
 
-Ours runs per-head windows with an AAHCache; the peer is what `generate()` does without us: SDPA with a DynamicCache.
+Ours runs per-head windows with an AAHCache; the peer is what `generate()` does without us: full
+attention (SDPA in most families) with a DynamicCache.
 They take turns in one process, so that a change of the machine's speed meets both alike.
 """
 
@@ -18,13 +19,13 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .cache import AAHCache
-from .errors import AAHError
-from .evaluation.models import implementation
-from .plan import CONFIG_KEY, AAHConfig, text_config
+from ..cache import AAHCache
+from ..errors import AAHError
+from ..evaluation.models import implementation
+from ..families import family_of
+from ..plan import CONFIG_KEY, AAHConfig, text_config
 
-PEERS = {"sdpa": "sdpa", "aah": CONFIG_KEY}
-"""Name of a peer, and the attention implementation that it runs."""
+PEERS = ("full", "aah")
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def _row(model: PreTrainedModel, ids: Tensor, context: int, repeats: int) -> Gen
     held: dict[str, int] = {}
     stored = 0
     for turn in range(repeats + 1):
-        for peer, name in PEERS.items():
-            with implementation(model, name):
+        for peer in PEERS:
+            with implementation(model, CONFIG_KEY if peer == "aah" else family_of(model).stock):
                 cache: Cache = AAHCache(model) if peer == "aah" else DynamicCache(config=text_config(model))
                 took = _time(model, ids, context, cache)
             if turn:

@@ -1,0 +1,3 @@
+#include "launch_fwd.cuh"
+
+cudaError_t aah::launch_forward_192(const Launch& launch) { return launch_forward_of_dtype<192>(launch); }

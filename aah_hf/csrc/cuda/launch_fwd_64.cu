@@ -1,0 +1,3 @@
+#include "launch_fwd.cuh"
+
+cudaError_t aah::launch_forward_64(const Launch& launch) { return launch_forward_of_dtype<64>(launch); }
