@@ -38,7 +38,7 @@ def recompute(model, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, int]:
     return ids, steps if decided is None else decided
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("cache", [None, "dynamic", "static"])
 def test_greedy_equals_full_recomputation(family_model, cache):
     model = patched(family_model)
     compared = 0
@@ -51,14 +51,14 @@ def test_greedy_equals_full_recomputation(family_model, cache):
             max_new_tokens=NEW,
             do_sample=False,
             eos_token_id=None,
-            cache_implementation=None if cache == "dynamic" else cache,
+            cache_implementation=cache,
         )
         assert torch.equal(got[:, : 30 + decided], want[:, : 30 + decided])
         compared += decided
     assert compared > NEW  # enough tokens were decided clearly for this to say something
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("cache", [None, "dynamic", "static"])
 @pytest.mark.parametrize("beams", [1, 3])
 def test_left_padded_batches_generate_like_each_row_alone(family_model, beams, cache):
     model = patched(family_model, 1)

@@ -329,3 +329,25 @@ def test_ten_thousand_tokens_at_constant_memory():
     )
     assert len(buffers) == len(cache.layers)
     assert cache.get_seq_length() == 10_039
+
+
+@pytest.mark.smollm2
+def test_smollm2_generates_as_if_nothing_was_dropped(smollm2):
+    model, tokenizer = smollm2
+    texts = ["def fibonacci(n):\n" * 12, "The cache keeps what queries still see. " * 12 + "The cache"]
+    tokenizer.padding_side = "left"
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    plan = AAHConfig(tuple(tuple((8, 24, 64)[(layer + h // 3) % 3] for h in range(9)) for layer in range(30)))
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    try:
+        patch_model(model, config=plan)
+        want = model.generate(**batch, **settings, use_cache=False)
+        assert torch.equal(model.generate(**batch, **settings), want)
+        assert torch.equal(model.generate(**batch, **settings, prefill_chunk_size=37), want)
+        one = {name: t[1:, batch["attention_mask"][1].argmax() :] for name, t in batch.items()}
+        alone = want[1:, -one["input_ids"].shape[1] - 6 :]
+        assert torch.equal(model.generate(**one, **settings, prompt_lookup_num_tokens=5), alone)
+        beams = [model.generate(**batch, **settings, num_beams=2, cache_implementation=c) for c in (None, "dynamic")]
+        assert torch.equal(*beams)
+    finally:
+        unpatch_model(model)
