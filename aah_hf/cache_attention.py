@@ -223,6 +223,8 @@ def _laid_out(layer: AAHCacheLayer, buffer: Tensor, new: Tensor, heads: list[int
         return torch.cat([*(slots[:, :, a : a + n] for a, _, n in pieces), new], 2)
     index, _ = step.positions(layer, heads[0], buffer.device)
     index = index[:, None, :, None].expand(-1, len(heads), -1, slots.shape[-1])
+    if slots.requires_grad:
+        slots = slots.clone()  # gather saves it for its gradient, and the next append writes into the buffer
     return torch.cat([slots.gather(2, index), new], 2)
 
 

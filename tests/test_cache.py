@@ -88,7 +88,9 @@ MODEL = tiny_model()
 def test_gradients_through_the_cache_equal_those_of_one_forward(family):
     """Left-padded; with the softcap, sink logits and native windows of the families that have them."""
     (overrides,) = (row[2] for row in FAMILIES if row[0] == family)
-    model = patch_model(tiny_model(family, **overrides), config=mixed_plan(2)).double()
+    # gemma2's norms and gpt_oss's experts compute in float32 whatever the model's dtype
+    dtype, tolerance = (torch.float64, 1e-9) if family == "llama" else (torch.float32, 1e-4)
+    model = patch_model(tiny_model(family, **overrides), config=mixed_plan(2)).to(dtype)
     ids, mask, positions = left_padded([random_ids(1, 40)[0], random_ids(1, 33, 5)[0]])
     told = {"attention_mask": mask, "position_ids": positions}
     gradients = []
@@ -102,7 +104,7 @@ def test_gradients_through_the_cache_equal_those_of_one_forward(family):
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) > 10
     for got, want in zip(*gradients):
-        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+        assert float((got - want).abs().max()) <= tolerance * max(1e-3, float(want.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])

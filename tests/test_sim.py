@@ -351,13 +351,13 @@ def test_lists_are_dropped_but_not_those_of_graphs():
 def test_launcher_says_what_is_wrong():
     q, k, v = plain(20)
     out_of_memory = sim.launch(q, k, v, [19, 18], no_memory=True)
-    assert out_of_memory.status == 10 and "out of memory" in out_of_memory.error
+    assert out_of_memory.status == 12 and "out of memory" in out_of_memory.error
     assert sim.launch(q, k, v, [19, 18]).status == 0  # and the next call is well again
-    assert sim.launch(q, k, v, [19, 18], major=7).status == 11
+    assert sim.launch(q, k, v, [19, 18], major=7).status == 13
     assert sim.launch(q, k, v, [0, 18]).status == 4
     assert sim.launch(q[..., :60], k[..., :60], v[..., :60], [1, 1]).status == 3
     odd = torch.empty(1, 2, 20, 65, dtype=torch.float16)[..., 1:]
-    assert sim.launch(odd, k, v, [19, 18]).status == 9
+    assert sim.launch(odd, k, v, [19, 18]).status == 11
 
 
 # --- schedules --------------------------------------------------------------------------------------------------
