@@ -149,14 +149,10 @@ def attend(view: CacheView, query: Tensor, step: Step, **options: Any) -> Tensor
 
 
 def _can_decode(view: CacheView, query: Tensor, step: Step, options: dict[str, Any]) -> bool:
-    if not step.decodes or options.get("dropout"):
+    if not step.decodes or not view.native or options.get("dropout") or query.dtype != view.keys.dtype:
         return False
-    layer, logits = view.layer, options.get("sink_logits")
-    assert layer.keys is not None and layer.values is not None
-    tensors = (query, view.keys, view.values, layer.keys, layer.values)
-    if any(t.dtype != query.dtype or t.shape[-1] != query.shape[-1] for t in tensors):
-        return False
-    return decode.supports(*tensors, *(() if logits is None else (logits,))) is None
+    logits = options.get("sink_logits")
+    return not torch.is_grad_enabled() or not (query.requires_grad or (logits is not None and logits.requires_grad))
 
 
 def _decode(view: CacheView, query: Tensor, step: Step, options: dict[str, Any]) -> Tensor:

@@ -37,10 +37,12 @@ class CacheView:
         layer: the cache layer.
         keys, values: [batch, kv_heads, q_len, head_dim] of the new tokens.
         past: tokens seen before them.
+        native: whether the native operators (ops/decode.py) can take these tensors and the cache's.
     """
 
     def __init__(self, layer: AAHCacheLayer, keys: Tensor, values: Tensor, finish: Callable[[], None] | None) -> None:
         self.layer, self.keys, self.values, self.past = layer, keys, values, layer.past
+        self.native = _one_kind(keys, values, layer.keys, layer.values)
         self._finish = finish
 
     @property
@@ -51,7 +53,7 @@ class CacheView:
 
     def store(self, rows: Rows) -> None:
         """Keep the new tokens. `rows` are the layer's after them (`Rows.advance`)."""
-        self.layer.append(self.keys, self.values, rows)
+        self.layer.append(self.keys, self.values, rows, native_call=self.native and rows.regular)
         if self._finish is not None:
             self._finish()
 
@@ -67,6 +69,13 @@ class CacheView:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise _not_tensors()
+
+
+def _one_kind(*tensors: Tensor | None) -> bool:
+    first = tensors[0]
+    assert first is not None
+    alike = all(t is not None and t.dtype == first.dtype and t.shape[-1] == first.shape[-1] for t in tensors)
+    return alike and decode.supports(*tensors) is None  # type: ignore[arg-type]
 
 
 def _not_tensors() -> CacheError:
@@ -272,7 +281,7 @@ class AAHCacheLayer(CacheLayerMixin):
         """Bytes of the buffers."""
         return sum(t.numel() * t.element_size() for t in (self.keys, self.values) if t is not None)
 
-    def append(self, keys: Tensor, values: Tensor, rows: Rows) -> None:
+    def append(self, keys: Tensor, values: Tensor, rows: Rows, native_call: bool = False) -> None:
         """Store new tokens [batch, kv_heads, q_len, head_dim] at the positions `past …`; `rows` are those after them."""
         q_len = keys.shape[2]
         end = self.past + q_len
@@ -285,7 +294,7 @@ class AAHCacheLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         if self.keys.is_inference() and not torch.is_inference_mode_enabled():
             self.keys, self.values = self.keys.clone(), self.values.clone()
-        if rows.regular and self._native_append(keys, values):
+        if native_call:
             offset, first = native.kept_ints(self.offset), native.kept_ints(rows.first)
             decode.write_(self.keys, self.values, keys, values, offset, first, self.past, self.sink_tokens)
         else:
@@ -293,12 +302,6 @@ class AAHCacheLayer(CacheLayerMixin):
         self.past, self.rows = end, rows
         self._low = [max(low, end - (self.cap(h) - self.sink_tokens)) for h, low in enumerate(self._low)]
         self.pending = False
-
-    def _native_append(self, keys: Tensor, values: Tensor) -> bool:
-        assert self.keys is not None and self.values is not None
-        tensors = (self.keys, self.values, keys, values)
-        alike = all(t.dtype == keys.dtype and t.shape[-1] == keys.shape[-1] for t in tensors)
-        return alike and decode.supports(*tensors) is None
 
     def _write(self, keys: Tensor, values: Tensor, rows: Rows) -> None:
         """The general way to put new tokens into their slots: any device and rows, differentiable."""

@@ -274,6 +274,15 @@ def _kept_ints(values: tuple[int, ...]) -> Tensor:
         return _ints(values)
 
 
+@functools.lru_cache(maxsize=4096)
+def _kept_windows(windows: tuple[int | None, ...]) -> Tensor:
+    return _kept_ints(_window_ints(windows))
+
+
+def _window_ints(windows: Iterable[int | None]) -> tuple[int, ...]:
+    return tuple(UNLIMITED if w is None else min(w, UNLIMITED) for w in windows)
+
+
 def kept_ints(values: tuple[int, ...]) -> Tensor:
     """int32 on the CPU, made once and shared by all who ask for the same numbers: not to be written to."""
     return _ints(values) if _tracing() else _kept_ints(values)
@@ -282,7 +291,7 @@ def kept_ints(values: tuple[int, ...]) -> Tensor:
 def window_tensor(windows: Sequence[int | None] | Tensor) -> Tensor:
     if isinstance(windows, Tensor):
         return windows.to("cpu", torch.int32)  # the schedule is made from them, on a GPU too
-    return kept_ints(tuple(UNLIMITED if w is None else min(w, UNLIMITED) for w in windows))
+    return _ints(_window_ints(windows)) if _tracing() else _kept_windows(tuple(windows))
 
 
 def _per_sequence(value: int | Tensor | None, sequences: int, device: torch.device) -> Tensor | None:
