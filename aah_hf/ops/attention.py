@@ -6,6 +6,7 @@ import logging
 import operator
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -222,7 +223,7 @@ def check_windows(windows: Sequence[int | None] | Tensor, heads: int) -> list[in
     """
     if isinstance(windows, (int, str)):
         raise OperatorError(f"windows is {windows!r}; expected one window per query head.")
-    given = windows.tolist() if isinstance(windows, Tensor) else list(windows)
+    given: list[Any] = windows.tolist() if isinstance(windows, Tensor) else list(windows)
     # NumPy's integers count as integers, booleans do not
     result = [operator.index(w) if hasattr(w, "__index__") and not isinstance(w, bool) else w for w in given]
     if len(result) != heads:
