@@ -218,8 +218,9 @@ def _laid_out(layer: AAHCacheLayer, buffer: Tensor, new: Tensor, heads: list[int
         pieces = layer.pieces(heads[0], step.started.first[0], step.started.sinks[0])
         return torch.cat([*(slots[:, :, a : a + n] for a, _, n in pieces), new], 2)
     index, _ = step.positions(layer, heads[0], buffer.device)
-    index = index[:, None, :, None].expand(-1, len(heads), -1, slots.shape[-1])
-    return torch.cat([slots.gather(2, index), new], 2)
+    rows = torch.arange(len(index), device=index.device)[:, None]
+    # indexing, because `gather` keeps its input for backward, and the buffer is written to before that
+    return torch.cat([slots[rows, :, index].transpose(1, 2), new], 2)
 
 
 def _select(dense: Tensor, places: Tensor, members: list[int], mask: Tensor | None) -> Tensor:

@@ -88,7 +88,9 @@ MODEL = tiny_model()
 def test_gradients_through_the_cache_equal_those_of_one_forward(family):
     """Left-padded; with the softcap, sink logits and native windows of the families that have them."""
     (overrides,) = (row[2] for row in FAMILIES if row[0] == family)
-    model = patch_model(tiny_model(family, **overrides), config=mixed_plan(2)).double()
+    model = patch_model(tiny_model(family, **overrides), config=mixed_plan(2))
+    if family != "gpt_oss":  # whose experts have no float64
+        model.double()
     ids, mask, positions = left_padded([random_ids(1, 40)[0], random_ids(1, 33, 5)[0]])
     told = {"attention_mask": mask, "position_ids": positions}
     gradients = []
@@ -101,8 +103,10 @@ def test_gradients_through_the_cache_equal_those_of_one_forward(family):
         (logits.logsumexp(-1).square() * mask).sum().backward()
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) > 10
+    # gemma2 computes parts in float32, whatever its weights are
+    tolerance = {"rtol": 1e-8, "atol": 1e-10} if family == "llama" else {"rtol": 1e-4, "atol": 1e-5}
     for got, want in zip(*gradients):
-        torch.testing.assert_close(got, want, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(got, want, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
