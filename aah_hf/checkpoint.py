@@ -54,6 +54,12 @@ def config_from_dict(original: Any, cls: type, config_dict: dict[str, Any], **kw
     stored = config_dict.get("attn_implementation")
     requested = kwargs.get("attn_implementation") or stored
     planned = config_dict.get(CONFIG_KEY) is not None
+    hidden = config_dict.get("_attn_implementation")  # transformers never writes it and goes by it all the same
+    if planned and hidden is not None and hidden != stored:
+        raise PlanError(
+            f"config.json says `_attn_implementation` {hidden!r:.60} beside `attn_implementation` {stored!r:.60}; which "
+            "one counts is not certain. Remove the first, and pass attn_implementation=... when loading for another one."
+        )
     if planned and stored is not None and not (isinstance(stored, str) and stored):
         raise PlanError(
             f"`attn_implementation` in config.json is {stored!r}; expected {CONFIG_KEY!r} (or another implementation's "

@@ -320,3 +320,12 @@ def test_saving_an_unpatched_model_removes_our_card(saved):
     directory, *_ = saved
     unpatch_model(AutoModelForCausalLM.from_pretrained(directory)).save_pretrained(directory)
     assert not (directory / "README.md").exists()
+
+
+def test_a_second_implementation_key_is_refused(tmp_path):
+    patch_model(tiny_model(), config=mixed_plan()).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"_attn_implementation": "sdpa"}))
+    with pytest.raises(PlanError, match="_attn_implementation"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)

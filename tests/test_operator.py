@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -194,3 +196,37 @@ def test_a_scale_of_zero_and_values_of_another_size_and_numpy_windows(backend):
     out = windowed_attention(q, k, v, np.array([3, 5]), 1, scale=0.0, sink_logits=torch.zeros(2))
     truth, _ = reference.attention(q, k, v, [3, 5], 1, scale=0.0, sink_logits=torch.zeros(2))
     torch.testing.assert_close(out.double(), truth, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ({"kv_start": -1}, "kv_start is -1"),
+        ({"kv_start": 1.5}, "kv_start is 1.5"),
+        ({"kv_start": True}, "kv_start is True"),
+        ({"q_start": 0.0}, "q_start is 0.0"),
+        ({"q_start": "a"}, "q_start is 'a'"),
+        ({"softcap": float("inf")}, "softcap is inf"),
+        ({"softcap": float("nan")}, "softcap is nan"),
+        ({"scale": float("nan")}, "scale is nan"),
+        ({"scale": "x"}, "scale is 'x'"),
+        ({"limit": True}, "limit is True"),
+        ({"sink_tokens": 2**64}, "sink_tokens is"),
+        ({"windows": None}, "windows is None"),
+        ({"windows": {1: 1, 2: 2}}, "windows is"),
+        ({"windows": [1, 2, 3]}, "second dimension"),
+        ({"sequences": torch.ones(1, 6)}, "sequences is a Tensor"),
+    ],
+    ids=str,
+)
+def test_odd_positions_and_factors_are_refused(bad, message):
+    q = torch.randn(1, 2, 6, 8)
+    with pytest.raises(OperatorError, match=re.escape(message)):
+        windowed_attention(q, q, q, **({"windows": [2, None]} | bad))
+
+
+def test_a_mask_to_be_added_is_not_taken_for_one_of_padding():
+    added = torch.zeros(1, 6).masked_fill(torch.arange(6) < 2, -1e9)
+    with pytest.raises(OperatorError, match="other than 0 and 1"):
+        Sequences(valid=added)
+    assert torch.equal(Sequences(valid=(added == 0).float()).valid, added == 0)

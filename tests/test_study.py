@@ -170,6 +170,13 @@ def test_the_command_ends_with_one_message_where_settings_are_wrong(finished, te
     assert result.exit_code == 2 and "another steps" in result.output and "Traceback" not in result.output
 
 
+def test_unusable_data_claims_no_folder(tmp_path):
+    config = StudyConfig(**SMALL, data=str(tmp_path / "nothing.txt"))
+    with pytest.raises(AAHError):
+        run_study(config, tmp_path / "study")
+    assert not (tmp_path / "study").exists()
+
+
 def run_of(regime, seed, loss) -> RunResult:
     return RunResult(regime, seed, loss, 0.5, 0.6, 0.7, 1000.0, 2000.0, [(1, loss)], [[8]], 1.0)
 

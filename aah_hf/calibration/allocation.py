@@ -44,8 +44,13 @@ class Budget:
         if self.at is not None:
             raise CalibrationError(f"`at` is for budgets in bytes; a {self.kind} budget refers to `seq_len`.")
         if not number or not 0 < self.value <= 1:  # NaN fails the comparison too
+            hint = ""
+            if isinstance(self.value, str):
+                hint = " Write Budget.kv(0.5), Budget.acr(0.3) or a number; 'kv:0.5' is for the command line."
+            elif number and 1 < self.value <= 100:
+                hint = f" Did you mean {self.value / 100:g}?"
             raise CalibrationError(
-                f"budget is {self.value!r}; expected a coverage with 0 < budget <= 1, where 1 is full attention."
+                f"budget is {self.value!r}; expected a coverage with 0 < budget <= 1, where 1 is full attention.{hint}"
             )
         object.__setattr__(self, "value", float(self.value))
 

@@ -40,6 +40,8 @@ def info(
     from ..plan import AAHConfig
     from ..report.plots import plot_windows
 
+    if model == "smollm2" or model.endswith(".gguf"):
+        raise AAHError(f"{model} is a base model and carries no plan; `aah patch {model} …` makes a model that does.")
     quiet()
     config = friendly(lambda: AutoConfig.from_pretrained(model), model)
     summary = describe(config, model)

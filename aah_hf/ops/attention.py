@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import operator
 from collections.abc import Sequence
 from functools import cache
@@ -64,6 +65,7 @@ def windowed_attention(
         OperatorError: shapes, dtypes or values do not fit together.
     """
     windows = _check(q, k, v, windows, sink_tokens, softcap, sink_logits, mask, dropout, limit)
+    _check_positions(q_start, kv_start, sequences, scale)
     total = kv_start + k.shape[2]
     if q_start is None:
         q_start = total - q.shape[2]
@@ -186,14 +188,13 @@ def _check(q, k, v, windows, sink_tokens, softcap, sink_logits, mask, dropout, l
     if not q.dtype == k.dtype == v.dtype or not q.is_floating_point():
         raise OperatorError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype}, {v.dtype}.")
     heads, kv_heads = q.shape[1], k.shape[1]
-    if kv_heads == 0 or heads % kv_heads:
+    if kv_heads == 0 or heads == 0 or heads % kv_heads:
         raise OperatorError(f"{heads} query heads cannot share {kv_heads} KV heads evenly.")
     result = check_windows(windows, heads)
-    if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
-        raise OperatorError(f"sink_tokens is {sink_tokens!r}; expected an integer >= 0.")
-    if softcap is not None and not softcap > 0:
-        raise OperatorError(f"softcap is {softcap!r}; expected a number > 0, or None for no cap.")
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
+    if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or not 0 <= sink_tokens < 2**63:
+        raise OperatorError(f"sink_tokens is {sink_tokens!s:.60}; expected an integer >= 0.")
+    check_softcap(softcap)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise OperatorError(f"limit is {limit!r}; expected a window >= 1, or None.")
     if not 0.0 <= dropout < 1.0:
         raise OperatorError(f"dropout is {dropout!r}; expected 0 <= dropout < 1.")
@@ -221,14 +222,47 @@ def check_windows(windows: Sequence[int | None] | Tensor, heads: int) -> list[in
     Raises:
         OperatorError: another number of windows, or something that is not a window.
     """
-    if isinstance(windows, (int, str)):
+    if windows is None or isinstance(windows, (int, str, dict)):
         raise OperatorError(f"windows is {windows!r}; expected one window per query head.")
     given: list[Any] = windows.tolist() if isinstance(windows, Tensor) else list(windows)
     # NumPy's integers count as integers, booleans do not
     result = [operator.index(w) if hasattr(w, "__index__") and not isinstance(w, bool) else w for w in given]
     if len(result) != heads:
-        raise OperatorError(f"{len(result)} windows were given for {heads} query heads; give one per head.")
+        raise OperatorError(
+            f"{len(result)} windows were given for {heads} query heads; give one per head. (Heads are the second dimension: "
+            "tensors are [batch, heads, length, head_dim].)"
+        )
     for head, window in enumerate(result):
         if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
             raise OperatorError(f"windows[{head}] is {window!r}; expected an integer >= 1, or None for full attention.")
     return result
+
+
+def check_softcap(softcap: float | None) -> None:
+    """Raise unless `softcap` is a finite number above 0, or None."""
+    number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
+    if softcap is not None and not (number and 0 < softcap < float("inf")):
+        raise OperatorError(f"softcap is {softcap!r}; expected a finite number > 0, or None for no cap.")
+
+
+def check_scale(scale: float | None) -> None:
+    """Raise unless `scale` is a finite number, or None."""
+    if scale is not None and not (isinstance(scale, (int, float)) and math.isfinite(scale)):
+        raise OperatorError(f"scale is {scale!r}; expected a finite number, or None for head_dim ** -0.5.")
+
+
+def _check_positions(q_start: Any, kv_start: Any, sequences: Any, scale: Any) -> None:
+    for name, value, kinds in (
+        ("q_start", q_start, (int, torch.SymInt, Tensor)),
+        ("kv_start", kv_start, (int, torch.SymInt)),
+    ):
+        if name == "q_start" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, kinds) or (isinstance(value, int) and value < 0):
+            raise OperatorError(f"{name} is {value!r}; expected a position, an integer >= 0.")
+    if sequences is not None and not isinstance(sequences, Sequences):
+        raise OperatorError(
+            f"sequences is a {type(sequences).__name__}; expected Sequences(valid=...) for padding, or "
+            "Sequences(documents=...) for packing."
+        )
+    check_scale(scale)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import OperatorError
 from . import native
-from .attention import check_windows
+from .attention import check_scale, check_softcap, check_windows
 
 
 def cached_attention(
@@ -72,8 +72,8 @@ def cached_attention(
         )
     if q.dtype != k_new.dtype:
         raise OperatorError(f"q is of type {q.dtype} and the keys of type {k_new.dtype}; they must be the same.")
-    if softcap is not None and not softcap > 0:
-        raise OperatorError(f"softcap is {softcap!r}; expected a number > 0, or None for no cap.")
+    check_softcap(softcap)
+    check_scale(scale)
     if limit is not None and (not isinstance(limit, int) or limit < 1):
         raise OperatorError(f"limit is {limit!r}; expected a window >= 1, or None.")
     if sink_logits is not None and tuple(sink_logits.shape) != (q.shape[1],):

@@ -25,7 +25,7 @@ class Sequences:
     """The sequences inside a padded and/or packed batch.
 
     Args:
-        valid: [batch, length] bool, False at padding. Padding is never seen and sees nothing.
+        valid: [batch, length] bool (or 0 and 1), False at padding. Padding is never seen and sees nothing.
         documents: [batch, length] integers; tokens see only tokens of their own document.
 
     `length` counts from position 0 of each row to the last key. At least one of the two must be given.
@@ -37,6 +37,11 @@ class Sequences:
             shapes = [tuple(t.shape) for t in given]
             raise OperatorError(
                 f"Sequences needs `valid` and/or `documents` of one shape [batch, length], got {shapes}."
+            )
+        if valid is not None and valid.dtype != torch.bool and bool(((valid != 0) & (valid != 1)).any()):
+            raise OperatorError(
+                "valid holds numbers other than 0 and 1; expected True or 1 at real tokens and False or 0 at padding. "
+                "For a mask that is added to the scores (0 and -inf) pass `mask == 0`."
             )
         if documents is not None and (documents.is_floating_point() or documents.is_complex()):
             raise OperatorError(f"documents are of type {documents.dtype}; expected integers.")

@@ -71,16 +71,16 @@ def run_study(
     from .plots import plot_curves, plot_windows_grid
 
     out, processes = Path(out), process_state()
-    with processes.main_process_first():
-        _claim(out, config)
-        training_texts, validation_texts = texts(config)
-        tokenizer = tokenizer_of(config, training_texts, out / "tokenizer")
-    training, validation = sequences_of(config, tokenizer, training_texts, validation_texts)
     if config.batch_size % (processes.num_processes * config.accumulate):
         raise AAHError(
             f"batch_size {config.batch_size} cannot be split over {processes.num_processes} processes × "
             f"{config.accumulate} micro-batches."
         )
+    with processes.main_process_first():
+        training_texts, validation_texts = texts(config)
+        _claim(out, config)  # not before the settings have proved usable
+        tokenizer = tokenizer_of(config, training_texts, out / "tokenizer")
+    training, validation = sequences_of(config, tokenizer, training_texts, validation_texts)
     vocabulary = len(tokenizer)
     results: list[RunResult] = []
     for seed in range(config.seeds):  # seed by seed, so that a study cut short has whole rows to compare

@@ -1,0 +1,5 @@
+"""`python -m aah_hf` is `aah`."""
+
+from .cli import main
+
+main()
