@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -31,12 +32,9 @@ def make(source: Path, out: Path, *kind: str, **environment: str) -> Path:
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory, request) -> Path:
     """The source distribution, unpacked: a wheel is built from what it holds, not from a checkout."""
-    import tarfile
-
     out = tmp_path_factory.mktemp("sdist")
     archive = make(request.config.rootpath, out, "--sdist")
-    with tarfile.open(archive) as tar:
-        tar.extractall(out, filter="data")
+    shutil.unpack_archive(archive, out)
     return next(path for path in out.iterdir() if path.is_dir())
 
 
