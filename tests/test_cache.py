@@ -324,6 +324,54 @@ def test_refuses_what_it_cannot_answer_exactly():
         AAHCache(patched()).update(keys, keys, 3)
 
 
+PADS, HOLE = [0] * 5 + [1] * 25, [1, 0] + [1] * 28
+
+
+@pytest.mark.parametrize(
+    ("filled", "later", "match"),
+    [
+        (PADS, None, "row 1 begins at token 0, .* beginning at 5"),
+        (PADS, [1] * 30, "row 1 begins at token 0, .* beginning at 5"),
+        (PADS, [0] * 6 + [1] * 24, "row 1 begins at token 6"),
+        (PADS, [0] * 5 + [1, 0] + [1] * 23, r"first real tokens of row 1 are \[5, 7\], and the cache keeps \[5, 6\]"),
+        ([0] * 30, None, "row 1 begins at token 0, .* beginning at 30"),
+        ([1] * 30, HOLE, r"row 1 are \[0, 2\], and the cache keeps \[0, 1\]"),
+        (HOLE, None, r"row 1 are \[0, 1\], and the cache keeps \[0, 2\]"),
+        (HOLE, [1] * 30, r"row 1 are \[0, 1\], and the cache keeps \[0, 2\]"),
+        ([1] + [0] * 29, None, r"row 1 are \[0, 1\], and the cache keeps \[0\]"),
+        ([1] + [0] * 29, [1] + [0] * 28 + [1], r"row 1 are \[0, 29\], and the cache keeps \[0\]"),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_mask_that_contradicts_what_was_cached_is_refused(filled, later, match, count):
+    model, ids = patched(), random_ids(2, 30 + count)
+    first, after = torch.ones(2, 30, dtype=torch.long), None
+    first[1] = torch.tensor(filled)
+    if later is not None:
+        after = torch.ones(2, 30 + count, dtype=torch.long)
+        after[1, :30] = torch.tensor(later)
+    cache = AAHCache(model)
+    with torch.no_grad():
+        model(ids[:, :30], attention_mask=first, use_cache=True, **{ARGUMENT: cache})
+        with pytest.raises(CacheError, match=match):
+            model(ids[:, 30:], attention_mask=after, use_cache=True, **{ARGUMENT: cache})
+
+
+@pytest.mark.parametrize("sink_tokens", [0, 1, 2, 5])
+def test_masks_with_holes_that_stay_are_exact(sink_tokens):
+    model, ids = patch_model(tiny_model(), config=mixed_plan(2, sink_tokens=sink_tokens)), random_ids(4, 30)
+    mask = torch.ones_like(ids)
+    mask[1, 1], mask[1, 3] = 0, 0
+    mask[2, 2:12] = 0  # right padding of a prompt that goes on
+    mask[3, :21] = 0  # a whole chunk of padding
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        for chunks in ([12, 18], [2, 10, 1, 1, 16], [1] * 30):
+            got = through(model, ids, AAHCache(model), chunks, mask, positions)
+            torch.testing.assert_close(got * mask[..., None], want * mask[..., None], rtol=1e-5, atol=1e-6)
+
+
 def test_crop_takes_back_what_rollback_promises_or_refuses():
     model = patch_model(tiny_model(), config=AAHConfig.uniform(tiny_model(), 8, sink_tokens=2))
     ids = random_ids(1, 60)
