@@ -146,6 +146,18 @@ def test_a_callers_4d_mask_is_anded():
         model(ids[:, :1], attention_mask=torch.ones(1, 1, 1, 40).bool(), use_cache=True, **{ARGUMENT: cache})
 
 
+@pytest.mark.parametrize("family", [row[0] for row in FAMILIES if row[2].get("sliding_window")])
+def test_a_4d_mask_without_the_native_window_is_refused_at_the_first_call(family):
+    (model_type, overrides), *_ = [row[1:3] for row in FAMILIES if row[0] == family]
+    model, ids = patched(model_type=model_type, **overrides), random_ids(1, 40)
+    mask, cache = torch.ones(40, 40).tril().bool()[None, None], AAHCache(model)
+    assert any(layer.limit for layer in cache.layers)
+    with torch.no_grad():
+        with pytest.raises(CacheError, match="replaces the model's native sliding window"):
+            model(ids, attention_mask=mask, use_cache=True, **{ARGUMENT: cache})
+        model(ids, attention_mask=mask, use_cache=False)
+
+
 def test_copies_are_independent_and_reset_starts_anew():
     model, ids = patched(), random_ids(2, 30)
     cache = AAHCache(model)
@@ -298,6 +310,12 @@ def test_refuses_what_it_cannot_answer_exactly():
         with pytest.raises(CacheError, match="packed documents"):
             packed = torch.arange(15).repeat(2)[None].expand(2, -1)
             model(ids, position_ids=packed, use_cache=True, **{ARGUMENT: cache})
+        for count in (1, 3):  # a document that begins behind cached tokens
+            cache.reset()
+            through(model, ids, cache, [30])
+            with pytest.raises(CacheError, match="packed documents"):
+                places = torch.arange(count)[None]
+                model(ids[:, :count], position_ids=places, use_cache=True, **{ARGUMENT: cache})
         cache.reset()
         through(model, ids, cache, [30])
         mask = torch.ones(2, 31, dtype=torch.long)
