@@ -408,6 +408,55 @@ def test_crop_takes_back_what_rollback_promises_or_refuses():
         assert cache.get_seq_length() == 60
 
 
+@pytest.mark.parametrize(
+    ("method", "argument", "match"),
+    [
+        ("batch_select_indices", torch.tensor([5]), r"rows \[5\] and the cache holds 2"),
+        ("batch_select_indices", torch.tensor([0, -3]), r"rows \[0, -3\]"),
+        ("batch_select_indices", torch.tensor([True]), r"\[True\] and the cache holds 2 rows"),
+        ("batch_select_indices", torch.tensor([False, False]), "some must stay"),
+        ("batch_select_indices", torch.tensor([[0, 1]]), r"shape \(1, 2\): \[\[0, 1\]\]"),
+        ("batch_select_indices", torch.tensor(1), r"shape \(\): 1"),
+        ("batch_select_indices", torch.tensor([], dtype=torch.long), "at least one row"),
+        ("batch_select_indices", "both", "given 'both'"),
+        ("reorder_cache", torch.tensor([1.0, 0.0]), r"torch.float32 of shape \(2,\): \[1.0, 0.0\]"),
+        ("reorder_cache", torch.tensor([0, 2]), r"rows \[0, 2\]"),
+        ("reorder_cache", None, "given None"),
+        ("batch_repeat_interleave", 0, "given 0"),
+        ("batch_repeat_interleave", -1, "given -1"),
+        ("batch_repeat_interleave", 2.0, "given 2.0"),
+        ("crop", "a", "given 'a'"),
+        ("crop", -1.5, "given -1.5"),
+        ("crop", None, "given None"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_leave_the_cache_as_it_was(method, argument, match):
+    model, ids = patched(), random_ids(2, 40)
+    cache = AAHCache(model)
+    with torch.no_grad():
+        want = through(model, ids, AAHCache(model), [30, 10])
+        through(model, ids[:, :30], cache, [30])
+        with pytest.raises(CacheError, match=match):
+            getattr(cache, method)(argument)
+        assert torch.equal(through(model, ids[:, 30:], cache, [10]), want[:, 30:])
+
+
+def test_rows_are_selected_by_numbers_from_either_end_or_by_bools():
+    model, ids = patched(), random_ids(3, 40)
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        for indices in ([2, 0], [-1, -3], torch.tensor([True, False, True])):
+            cache = AAHCache(model)
+            cache.batch_select_indices(indices)  # nothing to select from yet
+            cache.batch_repeat_interleave(2)
+            through(model, ids[:, :30], cache, [30])
+            cache.batch_select_indices(indices)
+            rows = torch.arange(3)[torch.as_tensor(indices)]
+            got = through(model, ids[rows, 30:], cache, [10])
+            torch.testing.assert_close(got, want[rows, 30:], rtol=1e-5, atol=1e-6)
+
+
 def test_eight_thousand_tokens_hold_what_coverage_says():
     """In a process of its own, so that nothing else keeps tensors alive."""
     code = (
