@@ -166,7 +166,7 @@ class AAHCache(Cache):
             super().batch_select_indices(rows)
 
     def _checked_rows(self, name: str, indices: Any) -> Tensor:
-        """`indices` as numbers [rows left] on the CPU; those that an empty cache is given say nothing yet."""
+        """`indices` as row numbers on the CPU; an empty cache has no rows yet, so any will do."""
         try:
             given = torch.as_tensor(indices).cpu()
         except (TypeError, ValueError, RuntimeError) as error:
@@ -176,7 +176,7 @@ class AAHCache(Cache):
                 f"{name} was given {given.dtype} of shape {tuple(given.shape)}: {given.tolist()}; expected at least one "
                 "row number, or a bool per row."
             )
-        if not self.layers or not self.layers[0].is_initialized:
+        if not self.layers[0].is_initialized:
             return given
         batch = len(self.layers[0].rows)
         if given.dtype == torch.bool:
