@@ -214,7 +214,8 @@ class AAHCache(Cache):
         """Write the cache to a .safetensors file, to go on with a long prompt in another process.
 
         Raises:
-            CacheError: nothing was cached yet, or a forward pass was interrupted.
+            CacheError: nothing was cached yet, a forward pass was interrupted, keys or values are not finite, or the
+                file cannot be written.
         """
         from .cache_io import save_cache
 
@@ -231,7 +232,8 @@ class AAHCache(Cache):
             device: where the buffers go; default the model's devices, the CPU for a bare config.
 
         Raises:
-            CacheError: the file is not such a cache, is damaged, or belongs to another model or plan.
+            CacheError: the file is not such a cache, is damaged, or belongs to another model or plan; or there is no
+                such device.
         """
         from .cache_io import load_cache
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -257,6 +258,7 @@ def test_only_whole_fitting_files_are_loaded(tmp_path):
         with pytest.raises(CacheError, match=match):
             AAHCache.load(bad, model)
 
+    halves = {k: t.half() for k, t in tensors.items() if k.endswith("values")}
     refused("format version 2", version=2)
     refused("another model or plan: its sink_tokens", sink_tokens=3)
     refused("another model or plan: its windows", windows=[[1] * 4] * 3)
@@ -266,9 +268,18 @@ def test_only_whole_fitting_files_are_loaded(tmp_path):
     refused("rows make no sense", first="0")
     refused("rows make no sense", sinks=[[1, 0]])
     refused("rows make no sense", sinks=[[0, 1, 2, 3, 4, 5, 6]])
+    refused("rows make no sense", past=2**31 + 1, first=[2**31 - 29], sinks=[[2**31 - 29, 2**31 - 28]])
+    for sinks in ([], [1, 2], [0, 0], [0, 30], [0, -1], [0, True]):
+        refused("rows make no sense", sinks=[sinks])
     refused("tensor '1.keys' has shape", past=31)
     refused("tensor '2.values' has shape None", tensors={k: t for k, t in tensors.items() if k != "2.values"})
-    refused("of type torch.int64", tensors={k: t.long() for k, t in tensors.items()})
+    for dtype in (torch.int64, torch.float8_e4m3fn):
+        refused(f"layer 0 keys are of type {dtype}", tensors={k: t.to(dtype) for k, t in tensors.items()})
+    refused(r"keys are of type torch.float32 and values of torch.float16", tensors={**tensors, **halves})
+    for number in (torch.nan, torch.inf):
+        bad_values = tensors["2.values"].clone()
+        bad_values[0, -1, 0] = number
+        refused("in layer 2 some keys or values are not finite", tensors={**tensors, "2.values": bad_values})
     refused("not written by", metadata={"format": "other"})
     (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:-100])
     for name, match in (("cut.safetensors", "not a whole"), ("none.safetensors", "no cache file")):
@@ -277,6 +288,23 @@ def test_only_whole_fitting_files_are_loaded(tmp_path):
     other = patch_model(tiny_model(num_key_value_heads=4), config=mixed_plan(2))
     with pytest.raises(CacheError, match="kv_heads"):
         AAHCache.load(file, other)
+    for device in ("nonsense", 3.5):
+        with pytest.raises(CacheError, match=f"device is {device!r}"):
+            AAHCache.load(file, model, device=device)
+
+
+def test_a_cache_that_cannot_be_written_says_where_and_leaves_nothing(tmp_path):
+    model = patched()
+    cache = AAHCache(model)
+    with torch.no_grad():
+        through(model, random_ids(1, 30), cache, [30])
+    for path in (tmp_path, tmp_path / "none" / "prefix.safetensors"):
+        with pytest.raises(CacheError, match=f"cannot write the cache to {re.escape(str(path))}: "):
+            cache.save(path)
+    cache.layers[1].keys[0, 0, 0] = torch.nan
+    with pytest.raises(CacheError, match="in layer 1 some keys or values are not finite"):
+        cache.save(tmp_path / "prefix.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------
