@@ -249,7 +249,7 @@ def _through_cache(
         mask = aah_mask(query.shape[0], q_len, view.past + q_len, view.past, device=query.device)
     check_fits(view.layer, layer.windows, layer.sink_tokens, mask)
     if isinstance(mask, AAHMask):
-        mask.note_packing(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"))
+        mask.note_packing(kwargs.get("position_ids"), kwargs.get("cu_seq_lens_q"), single=True)
     step = Step.of(mask, view)
     if view.past == 0:  # nothing is cached yet: the same as without a cache
         out, _ = aah_attention_forward(module, query, view.keys, view.values, mask, dropout, scaling, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,34 +134,76 @@ class AAHCache(Cache):
         self._changing = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Rows in the order `beam_idx` [batch], for beam search."""
+        """Rows in the order `beam_idx` [batch], for beam search.
+
+        Raises:
+            CacheError: these are no rows of the cache.
+        """
+        rows = self._checked_rows("reorder_cache", beam_idx)
         with self._change():
-            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+            super().reorder_cache(rows)  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, next to each other."""
+        """Every row `repeats` times, next to each other.
+
+        Raises:
+            CacheError: `repeats` is not an integer >= 1.
+        """
+        count = _integer("batch_repeat_interleave", repeats)
+        if count < 1:
+            raise CacheError(f"batch_repeat_interleave was given {repeats!r}; expected an integer >= 1.")
         with self._change():
-            super().batch_repeat_interleave(repeats)
+            super().batch_repeat_interleave(count)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Only the rows `indices` (numbers, or a bool per row)."""
+        """Only the rows `indices` (numbers, or a bool per row).
+
+        Raises:
+            CacheError: these are no rows of the cache, or none is left.
+        """
+        rows = self._checked_rows("batch_select_indices", indices)
         with self._change():
-            super().batch_select_indices(indices)
+            super().batch_select_indices(rows)
+
+    def _checked_rows(self, name: str, indices: Any) -> Tensor:
+        """`indices` as row numbers on the CPU; an empty cache has no rows yet, so any will do."""
+        try:
+            given = torch.as_tensor(indices).cpu()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise CacheError(f"{name} was given {indices!r}; expected row numbers, or a bool per row.") from error
+        if given.dim() != 1 or given.is_floating_point() or given.is_complex() or not len(given):
+            raise CacheError(
+                f"{name} was given {given.dtype} of shape {tuple(given.shape)}: {given.tolist()}; expected at least one "
+                "row number, or a bool per row."
+            )
+        if not self.layers[0].is_initialized:
+            return given
+        batch = len(self.layers[0].rows)
+        if given.dtype == torch.bool:
+            if len(given) != batch or not given.any():
+                raise CacheError(
+                    f"{name} was given {given.tolist()} and the cache holds {batch} rows, of which some must stay."
+                )
+            return given.nonzero()[:, 0]
+        if int(given.min()) < -batch or int(given.max()) >= batch:
+            raise CacheError(f"{name} was given rows {given.tolist()} and the cache holds {batch}.")
+        return given.long() % batch
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens, in all layers or, on error, in none.
 
         Raises:
-            CacheError: the number is positive, or keys that the remaining tokens need were overwritten already (see
-                `rollback`).
+            CacheError: the number is positive or no integer, or keys that the remaining tokens need were overwritten
+                already (see `rollback`).
         """
+        count = _integer("crop", tokens_to_remove)  # transformers 5.17 counts in a tensor
         self.check_whole()
         # the layer that can take back least would refuse first
         layers = sorted(self.layers, key=lambda layer: layer.most_crop())
-        layers[0].check_crop(tokens_to_remove)
+        layers[0].check_crop(count)
         with self._change():
             for layer in layers:
-                layer.crop(tokens_to_remove)
+                layer.crop(count)
 
     def stop_recording(self) -> None:
         """End past recording (assisted decoding starts it and leaves it on) and free what it held."""
@@ -171,7 +214,8 @@ class AAHCache(Cache):
         """Write the cache to a .safetensors file, to go on with a long prompt in another process.
 
         Raises:
-            CacheError: nothing was cached yet, or a forward pass was interrupted.
+            CacheError: nothing was cached yet, a forward pass was interrupted, keys or values are not finite, or the
+                file cannot be written.
         """
         from .cache_io import save_cache
 
@@ -188,7 +232,8 @@ class AAHCache(Cache):
             device: where the buffers go; default the model's devices, the CPU for a bare config.
 
         Raises:
-            CacheError: the file is not such a cache, is damaged, or belongs to another model or plan.
+            CacheError: the file is not such a cache, is damaged, or belongs to another model or plan; or there is no
+                such device.
         """
         from .cache_io import load_cache
 
@@ -207,3 +252,11 @@ class AAHCache(Cache):
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             after.prefetch()
+
+
+def _integer(name: str, value: Any) -> int:
+    """`value` as an integer; a tensor of one integer is one."""
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise CacheError(f"{name} was given {value!r}; expected an integer.") from error

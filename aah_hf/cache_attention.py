@@ -241,11 +241,16 @@ def _heads(t: Tensor, heads: list[int]) -> Tensor:
 
 
 def check_fits(layer: AAHCacheLayer, windows: tuple[int | None, ...], sink_tokens: int, mask: AAHMask | Tensor) -> None:
-    """Raise unless a cache layer was made for the windows that its attention module runs with."""
+    """Raise unless a cache layer was made for the windows, native one included, that attention runs with now."""
     if (layer.windows, layer.sink_tokens) != (windows, sink_tokens):
         raise CacheError(
             "this cache was made for other windows than the model runs with now (was the plan replaced?). Make a new "
             "one with AAHCache(model)."
+        )
+    if isinstance(mask, Tensor) and layer.limit is not None:
+        raise CacheError(
+            f"a 4D attention mask replaces the model's native sliding window of {layer.limit} in this layer, and an "
+            "AAHCache drops keys by it. Pass a 2D mask, or use_cache=False or a DynamicCache with the 4D mask."
         )
     if isinstance(mask, AAHMask) and mask.limit != layer.limit:
         raise CacheError(

@@ -6,7 +6,9 @@ stranger: every number is checked before a tensor is read.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ from .plan import head_dim
 
 FORMAT = "aah_hf.cache"
 VERSION = 1
-MAX_TOKENS = 2**40
+MAX_TOKENS = 2**31
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def save_cache(cache: Any, path: str | Path) -> None:
@@ -37,6 +40,8 @@ def save_cache(cache: Any, path: str | Path) -> None:
     for index, layer in enumerate(layers):
         tight = layer.tight()
         assert tight.keys is not None and tight.values is not None
+        if wrong := _wrong_tensors(tight.keys, tight.values):
+            raise CacheError(f"the cache cannot be saved: in layer {index} {wrong}.")
         tensors[f"{index}.keys"] = tight.keys.detach().contiguous()
         tensors[f"{index}.values"] = tight.values.detach().contiguous()
         offsets.append(tight.offset)
@@ -50,8 +55,16 @@ def save_cache(cache: Any, path: str | Path) -> None:
         "first": layers[0].rows.first,
         "sinks": layers[0].rows.sinks,
     }
-    with replacing(path) as unfinished:
-        save_file(tensors, unfinished, metadata={"format": FORMAT, "cache": json.dumps(about)})
+    try:
+        if Path(path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with replacing(path) as unfinished:
+            save_file(tensors, unfinished, metadata={"format": FORMAT, "cache": json.dumps(about)})
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CacheError(
+            f"cannot write the cache to {path}: {reason}. Pass the path of a file in a folder that exists."
+        ) from error
 
 
 def load_cache(cls: type, path: str | Path, config: Any, device: torch.device | str | None) -> Any:
@@ -111,8 +124,10 @@ def _checked_rows(past: Any, first: Any, sinks: Any, sink_tokens: int) -> Rows:
         raise ValueError(f"{len(first)} rows, and sink tokens of {len(sinks)}")
     for begin, row in zip(first, sinks):
         _integers(row, begin, past - 1)
-        if len(row) > sink_tokens or row != sorted(set(row)):
-            raise ValueError(f"sink tokens {row[:10]}")
+        # a row's first real token is its first sink token
+        head = [begin] if sink_tokens and begin < past else []
+        if len(row) > sink_tokens or row != sorted(set(row)) or row[:1] != head:
+            raise ValueError(f"sink tokens {row[:10]} of a row that begins at {begin} of {past}")
     return Rows(tuple(first), tuple(map(tuple, sinks)))
 
 
@@ -128,11 +143,19 @@ def _fill(
             raise CacheError(
                 f"{path} is damaged: tensor {name!r} has shape {shape}, expected {[len(rows), sum(caps), size]}."
             )
-        tensor = file.get_tensor(name)
-        if not tensor.is_floating_point():
-            raise CacheError(f"{path} is damaged: tensor {name!r} is of type {tensor.dtype}.")
-        tensors.append(tensor.to(device))
-    layer.adopt(*tensors, rows=rows, past=past, offset=(0, *accumulate(caps)))
+        tensors.append(file.get_tensor(name))
+    if wrong := _wrong_tensors(*tensors):
+        raise CacheError(f"{path} is damaged: in layer {index} {wrong}.")
+    layer.adopt(*(tensor.to(device) for tensor in tensors), rows=rows, past=past, offset=(0, *accumulate(caps)))
+
+
+def _wrong_tensors(keys: torch.Tensor, values: torch.Tensor) -> str | None:
+    """What no model in a floating type stores."""
+    if keys.dtype != values.dtype or keys.dtype not in DTYPES:
+        return f"keys are of type {keys.dtype} and values of {values.dtype}; expected one type of {list(DTYPES)}"
+    if not (keys.isfinite().all() and values.isfinite().all()):
+        return "some keys or values are not finite"
+    return None
 
 
 def _integers(values: Any, low: int, high: int) -> None:
@@ -143,7 +166,10 @@ def _integers(values: Any, low: int, high: int) -> None:
 
 def _devices(config: Any, layers: int, device: torch.device | str | None) -> list[torch.device]:
     if device is not None:
-        return [torch.device(device)] * layers
+        try:
+            return [torch.empty(0, device=device).device] * layers
+        except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+            raise CacheError(f"device is {device!r}, which is not one of this machine: {error}.") from error
     if not isinstance(config, torch.nn.Module):
         return [torch.device("cpu")] * layers
     found = [next(module.parameters()).device for _, module in attention_modules(config)]

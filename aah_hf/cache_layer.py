@@ -209,14 +209,14 @@ class AAHCacheLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._batch(torch.arange(len(self.rows)).repeat_interleave(repeats))
+        if self.is_initialized:
+            self._batch(torch.arange(len(self.rows)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._batch(torch.arange(len(self.rows))[torch.as_tensor(indices).cpu()])
+        if self.is_initialized:
+            self._batch(torch.arange(len(self.rows))[indices])
 
     def _batch(self, indices: Tensor) -> None:
-        if not self.is_initialized:
-            return
         assert self.keys is not None and self.values is not None
         self.keys = self.keys.index_select(0, indices.to(self.keys.device))
         self.values = self.values.index_select(0, indices.to(self.values.device))
@@ -243,7 +243,7 @@ class AAHCacheLayer(CacheLayerMixin):
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Raise CacheError where `crop` would."""
-        count = -int(tokens_to_remove)
+        count = -tokens_to_remove
         if not 0 <= count <= self.most_crop():
             raise CacheError(_crop_message(count, self.past, self.most_crop()))
 
@@ -252,7 +252,7 @@ class AAHCacheLayer(CacheLayerMixin):
         self.check_crop(tokens_to_remove)
         if not self.is_initialized:
             return
-        self.past += int(tokens_to_remove)  # transformers 5.17 counts in a tensor
+        self.past += tokens_to_remove
         self.rows = self.rows.crop(self.past)
         self._low = [min(low, self.past) for low in self._low]  # of rows that have lost all but sink tokens
         self._since_crop = 0

@@ -1,4 +1,4 @@
-"""Where a cached batch's tokens are: rows, sink tokens and ring slots as plain numbers, without tensors.
+"""Where a cached batch's tokens are: rows, sink tokens and ring slots as plain numbers.
 
 A row's *relative position* counts from its first real token (left padding is never stored). The layout of one KV
 head with `cap` slots: relative position `r < sinks` lives in slot `r`, a later one in slot
@@ -11,9 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from .errors import CacheError
+
+_UNCHANGED = (
+    "Pass the mask of the whole sequence, cached tokens included, unchanged (no mask, like one of ones only, says that "
+    "nothing is padding)."
+)
 
 
 @dataclass(frozen=True)
@@ -70,18 +76,17 @@ class Rows:
         """
         end = past + q_len
         if valid is None:
-            first = tuple(min(f, past) for f in self.first)
-            sinks = tuple((*s, *range(past, min(end, past + sink_tokens - len(s)))) for s in self.sinks)
-            return self._if_changed(first, sinks)
+            self._check_unpadded(past, sink_tokens)
+            sinks = tuple((*s, *range(past, min(end, sink_tokens))) for s in self.sinks)
+            return self._if_changed(self.first, sinks)
         valid = valid[:, :end]
         begins = valid.int().argmax(-1).tolist()
         begins = [b if some else end for b, some in zip(begins, valid.any(-1).tolist())]
         for row, (old, new) in enumerate(zip(self.first, begins)):
             if (old < past and new != old) or new < min(old, past):
-                raise CacheError(
-                    f"attention_mask says that row {row} begins at token {new}, and the cache was filled with it "
-                    f"beginning at {old}. Pass the mask of the whole sequence, cached tokens included, unchanged."
-                )
+                raise _other_beginning(row, new, old)
+        if past and sink_tokens:
+            self._check_sinks(valid, past, sink_tokens)
         found = list(self.sinks)
         for row, have in enumerate(self.sinks):
             if len(have) < sink_tokens and begins[row] < end:
@@ -89,6 +94,28 @@ class Rows:
                 real = valid[row, start:end].nonzero()[: sink_tokens - len(have), 0].tolist()
                 found[row] = (*have, *(start + r for r in real))
         return self._if_changed(tuple(begins), tuple(found))
+
+    def _check_unpadded(self, past: int, sink_tokens: int) -> None:
+        """Raise unless all of the `past` tokens were real ones, which is what no mask says."""
+        for row, (first, sinks) in enumerate(zip(self.first, self.sinks)):
+            if first:
+                raise _other_beginning(row, 0, first)
+            if len(sinks) != min(past, sink_tokens) or (sinks and sinks[-1] != len(sinks) - 1):
+                raise _other_sinks(row, list(range(min(past, sink_tokens))), sinks)
+
+    def _check_sinks(self, valid: Tensor, past: int, sink_tokens: int) -> None:
+        """Raise unless the first `sink_tokens` real tokens of every row's `past` are its sink tokens."""
+        # behind a row's last sink token the mask is free to differ
+        known = [past if len(s) < sink_tokens else s[-1] + 1 for s in self.sinks]
+        expected = torch.zeros(len(self), max(known), dtype=torch.bool)
+        places = [(row, p) for row, s in enumerate(self.sinks) for p in s]
+        if places:
+            expected[tuple(torch.tensor(places).T)] = True
+        inside = torch.arange(max(known)) < torch.tensor(known)[:, None]
+        differs = (valid[:, : max(known)] != expected.to(valid.device)) & inside.to(valid.device)
+        if bool(differs.any()):
+            row = int(differs.any(-1).nonzero()[0])
+            raise _other_sinks(row, valid[row, :past].nonzero()[:sink_tokens, 0].tolist(), self.sinks[row])
 
     def _if_changed(self, first: tuple[int, ...], sinks: tuple[tuple[int, ...], ...]) -> Rows:
         # most steps change nothing, and what was found out about these rows is kept with them
@@ -100,6 +127,20 @@ class Rows:
 
     def select(self, indices: Sequence[int]) -> Rows:
         return replace(self, first=tuple(self.first[i] for i in indices), sinks=tuple(self.sinks[i] for i in indices))
+
+
+def _other_beginning(row: int, told: int, known: int) -> CacheError:
+    return CacheError(
+        f"attention_mask says that row {row} begins at token {told}, and the cache was filled with it beginning at "
+        f"{known}. {_UNCHANGED}"
+    )
+
+
+def _other_sinks(row: int, told: list[int], known: tuple[int, ...]) -> CacheError:
+    return CacheError(
+        f"attention_mask says that the first real tokens of row {row} are {told}, and the cache keeps {list(known)} as "
+        f"its sink tokens. {_UNCHANGED}"
+    )
 
 
 def ring(start: int, stop: int, cap: int, sink_tokens: int) -> list[tuple[int, int, int]]:

@@ -9,8 +9,8 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from .cache import AAHCache
-from .errors import AAHError
-from .plan import CONFIG_KEY, text_config
+from .errors import AAHError, CacheError
+from .plan import CONFIG_KEY, head_counts, plan_of, text_config
 
 logger = logging.get_logger(__name__)
 
@@ -43,9 +43,10 @@ def prepare_cache(
         given.check_whole()
         if not generation_config.is_assistant:  # an assistant model is called round after round and rolled back
             given.stop_recording()
+            _check_prompt_is_longer(given, generation_config, model_kwargs)
     if given is not None or generation_config.cache_implementation is not None or not shrinking_cache_is_default():
         return result
-    if text_config(self)._attn_implementation != CONFIG_KEY:
+    if text_config(self)._attn_implementation != CONFIG_KEY or _exits_early(self):
         return result
     for name in _CACHE_NAMES:
         made = model_kwargs.get(name)
@@ -54,6 +55,26 @@ def prepare_cache(
             if generation_config.is_assistant:
                 model_kwargs[name].activate_past_recording()
     return result
+
+
+def _check_prompt_is_longer(cache: AAHCache, generation_config: Any, model_kwargs: dict[str, Any]) -> None:
+    """transformers cuts what is cached off the prompt, and off its end where the cache holds more."""
+    mask = model_kwargs.get("attention_mask")
+    # it covers cached and new tokens even if only the new ones were passed; one of ones only leaves just its length
+    length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+    seen = cache.get_seq_length()
+    if length is not None and 0 < length <= seen:
+        raise CacheError(
+            f"the cache holds {seen} tokens and the prompt has {length}, so there is no token to go on with. Pass the "
+            "whole sequence, cached tokens and at least one new one (or the new ones and the mask of all), or crop or "
+            "reset the cache."
+        )
+
+
+def _exits_early(model: Any) -> bool:
+    """Whether only the plan's first layers run now (`assistant_early_exit`), which a DynamicCache serves as well."""
+    plan = plan_of(model)
+    return plan is not None and len(plan.windows) > head_counts(model)[0]
 
 
 def refuse_continuous_batching(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -73,13 +73,18 @@ class AAHMask:
             self._stock = (self._stock[0].to(device),)
         return self
 
-    def note_packing(self, position_ids: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    def note_packing(self, position_ids: Tensor | None, cu_seqlens: Tensor | None, single: bool = False) -> None:
         """Learn of packed documents that reach only the attention function, once per forward pass.
 
         Position ids that restart at 0 mean a new document also where a cache is present; stock SDPA
         looks at them only without one, and lets documents see each other (`leaks`).
+
+        Args:
+            single: look at the position of a lone token, too (an AAHCache cannot hold a second document).
         """
-        if self._padded or self.sequences is not None or self.q_len == 1 or torch.compiler.is_compiling():
+        if self._padded or self.sequences is not None or torch.compiler.is_compiling():
+            return
+        if self.q_len == 1 and not (single and self.q_start):
             return
         if cu_seqlens is not None and self.q_start == 0 and int(cu_seqlens[-1]) == self.q_len:
             if cu_seqlens.numel() > 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
 
@@ -146,6 +147,18 @@ def test_a_callers_4d_mask_is_anded():
         model(ids[:, :1], attention_mask=torch.ones(1, 1, 1, 40).bool(), use_cache=True, **{ARGUMENT: cache})
 
 
+@pytest.mark.parametrize("family", [row[0] for row in FAMILIES if row[2].get("sliding_window")])
+def test_a_4d_mask_without_the_native_window_is_refused_at_the_first_call(family):
+    (model_type, overrides), *_ = [row[1:3] for row in FAMILIES if row[0] == family]
+    model, ids = patched(model_type=model_type, **overrides), random_ids(1, 40)
+    mask, cache = torch.ones(40, 40).tril().bool()[None, None], AAHCache(model)
+    assert any(layer.limit for layer in cache.layers)
+    with torch.no_grad():
+        with pytest.raises(CacheError, match="replaces the model's native sliding window"):
+            model(ids, attention_mask=mask, use_cache=True, **{ARGUMENT: cache})
+        model(ids, attention_mask=mask, use_cache=False)
+
+
 def test_copies_are_independent_and_reset_starts_anew():
     model, ids = patched(), random_ids(2, 30)
     cache = AAHCache(model)
@@ -245,6 +258,7 @@ def test_only_whole_fitting_files_are_loaded(tmp_path):
         with pytest.raises(CacheError, match=match):
             AAHCache.load(bad, model)
 
+    halves = {k: t.half() for k, t in tensors.items() if k.endswith("values")}
     refused("format version 2", version=2)
     refused("another model or plan: its sink_tokens", sink_tokens=3)
     refused("another model or plan: its windows", windows=[[1] * 4] * 3)
@@ -254,9 +268,18 @@ def test_only_whole_fitting_files_are_loaded(tmp_path):
     refused("rows make no sense", first="0")
     refused("rows make no sense", sinks=[[1, 0]])
     refused("rows make no sense", sinks=[[0, 1, 2, 3, 4, 5, 6]])
+    refused("rows make no sense", past=2**31 + 1, first=[2**31 - 29], sinks=[[2**31 - 29, 2**31 - 28]])
+    for sinks in ([], [1, 2], [0, 0], [0, 30], [0, -1], [0, True]):
+        refused("rows make no sense", sinks=[sinks])
     refused("tensor '1.keys' has shape", past=31)
     refused("tensor '2.values' has shape None", tensors={k: t for k, t in tensors.items() if k != "2.values"})
-    refused("of type torch.int64", tensors={k: t.long() for k, t in tensors.items()})
+    for dtype in (torch.int64, torch.float8_e4m3fn):
+        refused(f"layer 0 keys are of type {dtype}", tensors={k: t.to(dtype) for k, t in tensors.items()})
+    refused(r"keys are of type torch.float32 and values of torch.float16", tensors={**tensors, **halves})
+    for number in (torch.nan, torch.inf):
+        bad_values = tensors["2.values"].clone()
+        bad_values[0, -1, 0] = number
+        refused("in layer 2 some keys or values are not finite", tensors={**tensors, "2.values": bad_values})
     refused("not written by", metadata={"format": "other"})
     (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:-100])
     for name, match in (("cut.safetensors", "not a whole"), ("none.safetensors", "no cache file")):
@@ -265,6 +288,23 @@ def test_only_whole_fitting_files_are_loaded(tmp_path):
     other = patch_model(tiny_model(num_key_value_heads=4), config=mixed_plan(2))
     with pytest.raises(CacheError, match="kv_heads"):
         AAHCache.load(file, other)
+    for device in ("nonsense", 3.5):
+        with pytest.raises(CacheError, match=f"device is {device!r}"):
+            AAHCache.load(file, model, device=device)
+
+
+def test_a_cache_that_cannot_be_written_says_where_and_leaves_nothing(tmp_path):
+    model = patched()
+    cache = AAHCache(model)
+    with torch.no_grad():
+        through(model, random_ids(1, 30), cache, [30])
+    for path in (tmp_path, tmp_path / "none" / "prefix.safetensors"):
+        with pytest.raises(CacheError, match=f"cannot write the cache to {re.escape(str(path))}: "):
+            cache.save(path)
+    cache.layers[1].keys[0, 0, 0] = torch.nan
+    with pytest.raises(CacheError, match="in layer 1 some keys or values are not finite"):
+        cache.save(tmp_path / "prefix.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------
@@ -298,6 +338,12 @@ def test_refuses_what_it_cannot_answer_exactly():
         with pytest.raises(CacheError, match="packed documents"):
             packed = torch.arange(15).repeat(2)[None].expand(2, -1)
             model(ids, position_ids=packed, use_cache=True, **{ARGUMENT: cache})
+        for count in (1, 3):  # a document that begins behind cached tokens
+            cache.reset()
+            through(model, ids, cache, [30])
+            with pytest.raises(CacheError, match="packed documents"):
+                places = torch.arange(count)[None]
+                model(ids[:, :count], position_ids=places, use_cache=True, **{ARGUMENT: cache})
         cache.reset()
         through(model, ids, cache, [30])
         mask = torch.ones(2, 31, dtype=torch.long)
@@ -324,6 +370,54 @@ def test_refuses_what_it_cannot_answer_exactly():
         AAHCache(patched()).update(keys, keys, 3)
 
 
+PADS, HOLE = [0] * 5 + [1] * 25, [1, 0] + [1] * 28
+
+
+@pytest.mark.parametrize(
+    ("filled", "later", "match"),
+    [
+        (PADS, None, "row 1 begins at token 0, .* beginning at 5"),
+        (PADS, [1] * 30, "row 1 begins at token 0, .* beginning at 5"),
+        (PADS, [0] * 6 + [1] * 24, "row 1 begins at token 6"),
+        (PADS, [0] * 5 + [1, 0] + [1] * 23, r"first real tokens of row 1 are \[5, 7\], and the cache keeps \[5, 6\]"),
+        ([0] * 30, None, "row 1 begins at token 0, .* beginning at 30"),
+        ([1] * 30, HOLE, r"row 1 are \[0, 2\], and the cache keeps \[0, 1\]"),
+        (HOLE, None, r"row 1 are \[0, 1\], and the cache keeps \[0, 2\]"),
+        (HOLE, [1] * 30, r"row 1 are \[0, 1\], and the cache keeps \[0, 2\]"),
+        ([1] + [0] * 29, None, r"row 1 are \[0, 1\], and the cache keeps \[0\]"),
+        ([1] + [0] * 29, [1] + [0] * 28 + [1], r"row 1 are \[0, 29\], and the cache keeps \[0\]"),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_mask_that_contradicts_what_was_cached_is_refused(filled, later, match, count):
+    model, ids = patched(), random_ids(2, 30 + count)
+    first, after = torch.ones(2, 30, dtype=torch.long), None
+    first[1] = torch.tensor(filled)
+    if later is not None:
+        after = torch.ones(2, 30 + count, dtype=torch.long)
+        after[1, :30] = torch.tensor(later)
+    cache = AAHCache(model)
+    with torch.no_grad():
+        model(ids[:, :30], attention_mask=first, use_cache=True, **{ARGUMENT: cache})
+        with pytest.raises(CacheError, match=match):
+            model(ids[:, 30:], attention_mask=after, use_cache=True, **{ARGUMENT: cache})
+
+
+@pytest.mark.parametrize("sink_tokens", [0, 1, 2, 5])
+def test_masks_with_holes_that_stay_are_exact(sink_tokens):
+    model, ids = patch_model(tiny_model(), config=mixed_plan(2, sink_tokens=sink_tokens)), random_ids(4, 30)
+    mask = torch.ones_like(ids)
+    mask[1, 1], mask[1, 3] = 0, 0
+    mask[2, 2:12] = 0  # right padding of a prompt that goes on
+    mask[3, :21] = 0  # a whole chunk of padding
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        for chunks in ([12, 18], [2, 10, 1, 1, 16], [1] * 30):
+            got = through(model, ids, AAHCache(model), chunks, mask, positions)
+            torch.testing.assert_close(got * mask[..., None], want * mask[..., None], rtol=1e-5, atol=1e-6)
+
+
 def test_crop_takes_back_what_rollback_promises_or_refuses():
     model = patch_model(tiny_model(), config=AAHConfig.uniform(tiny_model(), 8, sink_tokens=2))
     ids = random_ids(1, 60)
@@ -340,6 +434,55 @@ def test_crop_takes_back_what_rollback_promises_or_refuses():
         with pytest.raises(CacheError, match="as a negative number, got 3"):
             cache.crop(3)
         assert cache.get_seq_length() == 60
+
+
+@pytest.mark.parametrize(
+    ("method", "argument", "match"),
+    [
+        ("batch_select_indices", torch.tensor([5]), r"rows \[5\] and the cache holds 2"),
+        ("batch_select_indices", torch.tensor([0, -3]), r"rows \[0, -3\]"),
+        ("batch_select_indices", torch.tensor([True]), r"\[True\] and the cache holds 2 rows"),
+        ("batch_select_indices", torch.tensor([False, False]), "some must stay"),
+        ("batch_select_indices", torch.tensor([[0, 1]]), r"shape \(1, 2\): \[\[0, 1\]\]"),
+        ("batch_select_indices", torch.tensor(1), r"shape \(\): 1"),
+        ("batch_select_indices", torch.tensor([], dtype=torch.long), "at least one row"),
+        ("batch_select_indices", "both", "given 'both'"),
+        ("reorder_cache", torch.tensor([1.0, 0.0]), r"torch.float32 of shape \(2,\): \[1.0, 0.0\]"),
+        ("reorder_cache", torch.tensor([0, 2]), r"rows \[0, 2\]"),
+        ("reorder_cache", None, "given None"),
+        ("batch_repeat_interleave", 0, "given 0"),
+        ("batch_repeat_interleave", -1, "given -1"),
+        ("batch_repeat_interleave", 2.0, "given 2.0"),
+        ("crop", "a", "given 'a'"),
+        ("crop", -1.5, "given -1.5"),
+        ("crop", None, "given None"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_leave_the_cache_as_it_was(method, argument, match):
+    model, ids = patched(), random_ids(2, 40)
+    cache = AAHCache(model)
+    with torch.no_grad():
+        want = through(model, ids, AAHCache(model), [30, 10])
+        through(model, ids[:, :30], cache, [30])
+        with pytest.raises(CacheError, match=match):
+            getattr(cache, method)(argument)
+        assert torch.equal(through(model, ids[:, 30:], cache, [10]), want[:, 30:])
+
+
+def test_rows_are_selected_by_numbers_from_either_end_or_by_bools():
+    model, ids = patched(), random_ids(3, 40)
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        for indices in ([2, 0], [-1, -3], torch.tensor([True, False, True])):
+            cache = AAHCache(model)
+            cache.batch_select_indices(indices)  # nothing to select from yet
+            cache.batch_repeat_interleave(2)
+            through(model, ids[:, :30], cache, [30])
+            cache.batch_select_indices(indices)
+            rows = torch.arange(3)[torch.as_tensor(indices)]
+            got = through(model, ids[rows, 30:], cache, [10])
+            torch.testing.assert_close(got, want[rows, 30:], rtol=1e-5, atol=1e-6)
 
 
 def test_eight_thousand_tokens_hold_what_coverage_says():

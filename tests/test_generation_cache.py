@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -133,6 +134,52 @@ def test_plain_model_assisted_by_a_patched_one():
     assert assert_same_where_clear(model, ids, got, recompute(model, ids)) > 10
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("family", [0, 2], ids=lambda i: FAMILIES[i][0])
+def test_early_exit_equals_greedy(family, layers, monkeypatch):
+    made, original = [], AAHCache.__init__
+
+    def init(self, config, **settings):
+        made.append(config.config.num_hidden_layers)
+        original(self, config, **settings)
+
+    monkeypatch.setattr(AAHCache, "__init__", init)
+    model = patched(FAMILIES[family][1], 1, **FAMILIES[family][2])
+    rows = [random_ids(1, 30), random_ids(1, 3)]
+    for ids in rows:
+        output = generate(model, ids, assistant_early_exit=layers, return_dict_in_generate=True)
+        assert assert_same_where_clear(model, ids, output.sequences, generate(model, ids)) > 10
+        assert type(cache_of(output)) is AAHCache and model.config.num_hidden_layers == 3
+    assert set(made) == {3}  # the early exit drafts over a DynamicCache
+
+
+def test_a_cache_that_holds_the_whole_prompt_is_refused_before_anything_runs():
+    model, text = patched(), random_ids(2, 30)
+    cache = AAHCache(model)
+    with torch.no_grad():
+        model(text[:, :18], use_cache=True, **{ARGUMENT: cache})
+    mask = torch.ones(2, 18, dtype=torch.long)
+    mask[0, 0] = 0
+    embed = model.get_input_embeddings()
+    for prompt in (
+        {"inputs": text[:, :10]},
+        {"inputs": text[:, :18]},
+        {"inputs": text[:, :18], "attention_mask": mask},
+        {"inputs": text[:, 18:30], "attention_mask": torch.ones(2, 12, dtype=torch.long)},
+        {"inputs_embeds": embed(text[:, :18]).detach()},
+    ):
+        length = prompt.get("inputs", text[:, :18]).shape[1]
+        with pytest.raises(CacheError, match=f"holds 18 tokens and the prompt has {length}.* crop or reset"):
+            model.generate(**prompt, **PLAIN, **{ARGUMENT: cache})
+        assert cache.get_seq_length() == 18
+    want = generate(model, text)
+    embeds = embed(text).detach()
+    new = {"inputs": text[:, 18:], "attention_mask": torch.ones_like(text)}
+    for prompt, skip in (({"inputs": text}, 30), (new, 12), ({"inputs_embeds": embeds}, 0)):
+        got = model.generate(**prompt, **PLAIN, **{ARGUMENT: copy.deepcopy(cache)})
+        assert torch.equal(got[:, skip:], want[:, 30:])
+
+
 def test_a_conversation_goes_on_with_the_same_cache():
     model, cache = patched("qwen2", 1), None
     cache, text = AAHCache(model), random_ids(2, 25)
@@ -145,8 +192,6 @@ def test_a_conversation_goes_on_with_the_same_cache():
 
 
 def test_a_prompt_is_cached_once_and_copied_for_many():
-    import copy
-
     model, prompt = patched(), random_ids(1, 40)
     prefix = AAHCache(model)
     with torch.no_grad():
