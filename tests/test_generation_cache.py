@@ -276,7 +276,7 @@ def test_an_exception_inside_the_forward_pass_leaves_an_invalid_cache(layer):
             if layer < 2:  # behind the last attention everything was stored
                 with pytest.raises(CacheError, match="interrupted"):
                     use()
-        with pytest.raises(CacheError, match="interrupted") if layer < 2 else _nothing():
+        with pytest.raises(CacheError, match="interrupted" if layer < 2 else "holds 31 tokens and the prompt has 30"):
             generate(model, ids, **{ARGUMENT: cache})
         cache.reset()
         assert torch.equal(generate(model, ids, **{ARGUMENT: cache}), generate(model, ids))
@@ -294,14 +294,6 @@ def test_an_interrupted_reordering_leaves_an_invalid_cache(monkeypatch):
             model(ids[:, :1], use_cache=True, **{ARGUMENT: cache})
         cache.reset()
         model(ids, use_cache=True, **{ARGUMENT: cache})
-
-
-class _nothing:
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *exc):
-        return False
 
 
 def test_two_threads_with_two_caches_do_not_disturb_each_other():
