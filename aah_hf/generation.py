@@ -42,8 +42,8 @@ def prepare_cache(
     if isinstance(given, AAHCache):
         given.check_whole()
         if not generation_config.is_assistant:  # an assistant model is called round after round and rolled back
-            given.stop_recording()
             _check_prompt_is_longer(given, generation_config, model_kwargs)
+            given.stop_recording()
     if given is not None or generation_config.cache_implementation is not None or not shrinking_cache_is_default():
         return result
     if text_config(self)._attn_implementation != CONFIG_KEY or _exits_early(self):
@@ -63,7 +63,7 @@ def _check_prompt_is_longer(cache: AAHCache, generation_config: Any, model_kwarg
     # it covers cached and new tokens even if only the new ones were passed; one of ones only leaves just its length
     length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
     seen = cache.get_seq_length()
-    if length is not None and 0 < length <= seen:
+    if length is not None and 0 < length <= seen and (mask is None or mask.dim() == 2):
         raise CacheError(
             f"the cache holds {seen} tokens and the prompt has {length}, so there is no token to go on with. Pass the "
             "whole sequence, cached tokens and at least one new one (or the new ones and the mask of all), or crop or "
