@@ -108,7 +108,7 @@ struct Numbers {
   }
 };
 
-void run_threads(void*, int32_t workers, AahBody body, void* argument) {
+inline void run_threads(void*, int32_t workers, AahBody body, void* argument) {
   std::vector<std::thread> pool;
   for (int32_t i = 1; i < workers; ++i) pool.emplace_back(body, argument, i);
   body(argument, 0);
