@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,6 +10,11 @@ from .console import Debug, Json, Model, print_json, progress_bars, quiet, user_
 from .installation import installation
 from .loading import load
 from .tables import print_bench, print_generation, print_prefill
+
+Control = Annotated[
+    str | None, typer.Option("--windows", help="uniform:W or shuffled:SEED instead of the model's windows.")
+]
+Dtype = Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16 or auto.")]
 
 
 @user_errors
@@ -62,22 +67,15 @@ def bench_prefill_command(
         list[int] | None, typer.Option(help="Lengths; may be repeated. Default 2048, 4096, 8192.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1)] = 5,
-    windows: Annotated[
-        str | None, typer.Option(help="uniform:W or shuffled:SEED instead of the model's windows.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    windows: Control = None,
+    dtype: Dtype = "auto",
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
     """A patched model's prefill against full attention, and against what the share of attention allows."""
     from ..bench import bench_prefill
-    from ..evaluation import control_plan
-    from ..patching import patch_model
 
-    quiet()
-    loaded, _ = load(model, dtype)
-    if windows is not None:
-        patch_model(loaded, config=control_plan(loaded, windows))
+    loaded = _patched(model, dtype, windows)
     with progress_bars() as progress:
         rows = list(
             bench_prefill(loaded, seq_lens=seq_len or (2048, 4096, 8192), repeats=repeats, progress=progress.update)
@@ -97,22 +95,15 @@ def bench_generate_command(
     ] = None,
     new_tokens: Annotated[int, typer.Option(help="Tokens decoded one at a time.", min=1)] = 32,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    windows: Annotated[
-        str | None, typer.Option(help="uniform:W or shuffled:SEED instead of the model's windows.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "auto",
+    windows: Control = None,
+    dtype: Dtype = "auto",
     json_output: Json = False,
     debug: Debug = False,
 ) -> None:
     """Prefill and decode tokens/s and cache bytes, against full attention with a DynamicCache on the same weights."""
     from ..bench import bench_generate
-    from ..evaluation import control_plan
-    from ..patching import patch_model
 
-    quiet()
-    loaded, _ = load(model, dtype)
-    if windows is not None:
-        patch_model(loaded, config=control_plan(loaded, windows))
+    loaded = _patched(model, dtype, windows)
     with progress_bars() as progress:
         rows = list(
             bench_generate(
@@ -128,3 +119,12 @@ def bench_generate_command(
         print_json({"model": model, "rows": [row.to_dict() for row in rows], **installation()})
         return
     print_generation(model, rows)
+
+
+def _patched(model: str, dtype: str, windows: str | None) -> Any:
+    from ..evaluation import control_plan
+    from ..patching import patch_model
+
+    quiet()
+    loaded, _ = load(model, dtype)
+    return loaded if windows is None else patch_model(loaded, config=control_plan(loaded, windows))

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "../include/aah_check.h"
+
 namespace aah {
 namespace {
 
@@ -58,25 +60,9 @@ void plan_tiles(const AahParams& p, const Sequence& s, Task* t) {
 }  // namespace
 
 int check(const AahParams& p, bool backward) {
-  if (p.version != AAH_PARAMS_VERSION) return AAH_ERROR_VERSION;
+  if (int status = aah_check_sizes(p, INT32_MAX)) return status;
   if (p.dtype < AAH_F32 || p.dtype > AAH_F16) return AAH_ERROR_DTYPE;
-  const int64_t most = INT32_MAX;
-  for (int64_t n : {p.batch, p.q_len, p.kv_len, p.q_heads, p.kv_heads, p.head_dim, p.sequences}) {
-    if (n < 0 || n > most) return AAH_ERROR_SHAPE;
-  }
-  if (p.kv_heads < 1 || p.q_heads < 1 || p.q_heads % p.kv_heads != 0) return AAH_ERROR_SHAPE;
-  if (p.head_dim < 8 || p.head_dim % 8 != 0 || p.head_dim > AAH_MAX_HEAD_DIM) return AAH_ERROR_SHAPE;
-  if (p.sinks < 0 || p.limit < 1) return AAH_ERROR_SINKS;
-  if (!p.window) return AAH_ERROR_WINDOW;
-  for (int64_t h = 0; h < p.q_heads; ++h) {
-    if (p.window[h] < 1) return AAH_ERROR_WINDOW;
-  }
-  if ((p.cu_q == nullptr) != (p.cu_k == nullptr)) return AAH_ERROR_PACKING;
-  if (!p.cu_q && p.sequences != p.batch) return AAH_ERROR_SHAPE;
-  if (p.cu_q && (p.batch * p.q_len > most || p.batch * p.kv_len > most)) return AAH_ERROR_SHAPE;
   const bool some = p.batch > 0 && p.q_len > 0;
-  if (some && (!p.q.data || !p.out.data || !p.lse)) return AAH_ERROR_SHAPE;
-  if (some && p.kv_len > 0 && (!p.k.data || !p.v.data)) return AAH_ERROR_SHAPE;
   if (backward && some && (!p.dout.data || !p.dq.data)) return AAH_ERROR_SHAPE;
   if (backward && p.batch > 0 && p.kv_len > 0 && (!p.dk.data || !p.dv.data)) return AAH_ERROR_SHAPE;
   if (backward && p.sink_logits && !p.d_sink_logits) return AAH_ERROR_SHAPE;
